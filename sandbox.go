@@ -97,6 +97,17 @@ func (s *Session) Deadline() time.Time {
 	return s.StartedAt.Add(s.Timeout)
 }
 
+// StateAt is when the session came into its present state.
+func (s *Session) StateAt() time.Time {
+	at := s.RequestedAt
+	for _, t := range []time.Time{s.StartedAt, s.StopRequestedAt, s.EndedAt} {
+		if t.After(at) {
+			at = t
+		}
+	}
+	return at
+}
+
 // Usage is what sessions used.
 type Usage struct {
 	ActiveCPU    time.Duration // CPU time, as the cgroup counted it
