@@ -68,7 +68,7 @@ type Session struct {
 	Team      string
 	Project   string
 	State     SessionState
-	Cause     string // why it failed or was aborted, for people; else ""
+	Cause     string // why it failed or was aborted, or "timeout" if that stopped it; else ""
 
 	ImageID   ImageID
 	Runtime   string
