@@ -2,6 +2,8 @@ module github.com/cloche-dev/cloche
 
 go 1.26.3
 
+require modernc.org/sqlite v1.62.0
+
 require (
 	github.com/alecthomas/kong v1.17.0 // indirect
 	github.com/containerd/cgroups/v3 v3.1.3 // indirect
@@ -28,6 +30,5 @@ require (
 	modernc.org/libc v1.80.1 // indirect
 	modernc.org/mathutil v1.7.1 // indirect
 	modernc.org/memory v1.12.1 // indirect
-	modernc.org/sqlite v1.62.0 // indirect
 	pgregory.net/rapid v1.3.0 // indirect
 )

@@ -68,7 +68,7 @@ type Session struct {
 	Team      string
 	Project   string
 	State     SessionState
-	Cause     string // why it failed or was aborted, for people; else ""
+	Cause     string // why it failed or was aborted, or "timeout" if that stopped it; else ""
 
 	ImageID   ImageID
 	Runtime   string
@@ -95,6 +95,17 @@ func (s *Session) Deadline() time.Time {
 		return s.RequestedAt.Add(s.Timeout)
 	}
 	return s.StartedAt.Add(s.Timeout)
+}
+
+// StateAt is when the session came into its present state.
+func (s *Session) StateAt() time.Time {
+	at := s.RequestedAt
+	for _, t := range []time.Time{s.StartedAt, s.StopRequestedAt, s.EndedAt} {
+		if t.After(at) {
+			at = t
+		}
+	}
+	return at
 }
 
 // Usage is what sessions used.

@@ -67,17 +67,21 @@ type Store interface {
 	Sandbox(ctx context.Context, team, project, name string) (cloche.Sandbox, error)
 	SandboxByID(ctx context.Context, id cloche.SandboxID) (cloche.Sandbox, error)
 	// Sandboxes returns one page with each one's latest session, and the
-	// cursor of the next page, "" after the last.
+	// cursor of the next page, "" after the last. The sandboxes come without
+	// their Env. A cursor that is not of this list and order is CodeInvalid.
 	Sandboxes(ctx context.Context, team, project string, l cloche.ListSandboxes) ([]cloche.SandboxView, string, error)
 	// UpdateSandbox applies change to the record in one transaction.
 	UpdateSandbox(ctx context.Context, id cloche.SandboxID, change func(*cloche.Sandbox) error) (cloche.Sandbox, error)
-	// DeleteSandbox removes the sandbox; its sessions stay for accounting and
-	// are not found through the API any more.
-	DeleteSandbox(ctx context.Context, id cloche.SandboxID) error
+	// DeleteSandbox removes the sandbox, provided that its latest session is
+	// still latest, and else is CodeConflict. The name is free at once. The
+	// sessions stay for accounting: LiveSessions and UpdateSession still know
+	// them, Session and Sessions do not.
+	DeleteSandbox(ctx context.Context, id cloche.SandboxID, latest cloche.SessionID) error
 	Session(ctx context.Context, id cloche.SessionID) (cloche.Session, error)
 	Sessions(ctx context.Context, team, project string, l cloche.ListSessions) ([]cloche.Session, string, error)
 	// UpdateSession applies change in one transaction. A session that becomes
-	// final adds its usage to its sandbox's total in the same one.
+	// final adds its usage to its sandbox's total in the same one. A state that
+	// may not follow the present one is CodeConflict.
 	UpdateSession(ctx context.Context, id cloche.SessionID, change func(*cloche.Session) error) (cloche.Session, error)
 	// LiveSessions returns every session that is not final.
 	LiveSessions(ctx context.Context) ([]cloche.Session, error)
