@@ -172,10 +172,13 @@ func (c *call) done(rt route) {
 func (a *api) unmatched(w http.ResponseWriter, r *http.Request) {
 	start := time.Now()
 	// The mux knows which methods a path has and says so in its own, plain
-	// text answer; only the header is of use.
+	// text answer; only the header is of use. For a path with dots or double
+	// slashes it would answer for another path.
 	probe := &discardWriter{header: http.Header{}}
-	h, _ := a.mux.Handler(r)
-	h.ServeHTTP(probe, r)
+	if path.Clean(r.URL.Path) == r.URL.Path {
+		h, _ := a.mux.Handler(r)
+		h.ServeHTTP(probe, r)
+	}
 	status, err := http.StatusNotFound, cloche.Errorf(cloche.CodeNotFound, "there is no %s here; see the API document for the routes", strings.ToValidUTF8(r.URL.Path, "\ufffd"))
 	if allow := probe.header.Get("Allow"); allow != "" && probe.status == http.StatusMethodNotAllowed {
 		w.Header().Set("Allow", allow)
