@@ -1,0 +1,96 @@
+package client
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"mime"
+	"net/http"
+	"strconv"
+
+	"github.com/cloche-dev/cloche"
+)
+
+// WriteFiles unpacks a gzip-compressed tar stream in the session, names
+// relative to dir, which is an absolute path. Missing parents are made and
+// existing files replaced. It returns once everything is in place, and uses
+// constant memory. An entry that the server refuses fails the whole call.
+func (c *Client) WriteFiles(ctx context.Context, id cloche.SessionID, dir string, tarGz io.Reader) error {
+	req, err := c.request(ctx, call{method: http.MethodPost, path: sessionPath(id) + "/fs/write"}, tarGz)
+	if err != nil {
+		return err
+	}
+	req.Header.Set("Content-Type", "application/gzip")
+	req.Header.Set("X-Cwd", dir)
+	resp, err := c.stream(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if _, err := io.Copy(io.Discard, io.LimitReader(resp.Body, maxAnswer)); err != nil {
+		return c.unreachable(ctx, err)
+	}
+	return nil
+}
+
+// File is the content of a file that is being read. A failure midway is an
+// error of Read, never a short success. The caller closes it.
+type File struct {
+	io.ReadCloser
+	Size int64  // -1 = not known before it is read
+	Mode uint32 // permission bits; 0 = not known
+}
+
+// ReadFile opens a file of the session. A relative path is below the session's
+// working directory. No such file is CodeNotFound, a directory CodeInvalid.
+func (c *Client) ReadFile(ctx context.Context, id cloche.SessionID, path string) (*File, error) {
+	if err := checkText(path); err != nil {
+		return nil, err
+	}
+	body, err := jsonReader(map[string]string{"path": path})
+	if err != nil {
+		return nil, err
+	}
+	req, err := c.request(ctx, call{method: http.MethodPost, path: sessionPath(id) + "/fs/read"}, body)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := c.stream(req)
+	if err != nil {
+		return nil, err
+	}
+	if t, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type")); t != "application/octet-stream" {
+		resp.Body.Close()
+		return nil, fmt.Errorf("answer of type %q in place of a file's content", t)
+	}
+	f := &File{Size: resp.ContentLength}
+	if mode, err := strconv.ParseUint(resp.Header.Get("Cloche-Mode"), 8, 32); err == nil {
+		f.Mode = uint32(mode)
+	}
+	f.ReadCloser = &fileBody{ReadCloser: resp.Body, ctx: ctx, c: c}
+	return f, nil
+}
+
+// fileBody names the failures of a body.
+type fileBody struct {
+	io.ReadCloser
+	ctx context.Context // of the request, to tell its end from a broken one
+	c   *Client
+}
+
+// Read reads content.
+func (b *fileBody) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	if err != nil && err != io.EOF {
+		err = b.c.unreachable(b.ctx, err)
+	}
+	return n, err
+}
+
+// MakeDir makes a directory, one level. One that exists is CodeInvalid.
+func (c *Client) MakeDir(ctx context.Context, id cloche.SessionID, path string) error {
+	return c.do(ctx, call{
+		method: http.MethodPost, path: sessionPath(id) + "/fs/mkdir",
+		body: map[string]string{"path": path},
+	}, nil)
+}
