@@ -32,6 +32,7 @@ import (
 
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/driver"
+	"github.com/cloche-dev/cloche/internal/overlay"
 )
 
 // Config configures a Driver.
@@ -100,8 +101,8 @@ func New(conf Config) (_ *Driver, err error) {
 	if d.cgroups, err = openHierarchy(conf.CgroupParent); err != nil {
 		return nil, fmt.Errorf("cgroups: %w", err)
 	}
-	if d.userns, err = newUserNamespace(); err != nil {
-		return nil, fmt.Errorf("user namespace: %w", err)
+	if d.userns, err = overlay.UserNamespace(); err != nil {
+		return nil, err
 	}
 	return d, nil
 }

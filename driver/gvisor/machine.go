@@ -15,6 +15,7 @@ import (
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/driver"
 	"github.com/cloche-dev/cloche/internal/failpoint"
+	"github.com/cloche-dev/cloche/internal/overlay"
 )
 
 // machine implements driver.Machine. All that matters is on disk and in the
@@ -208,7 +209,7 @@ func (m *machine) Release(ctx context.Context) error {
 	failpoint.Here("gvisor/release/after-cgroup")
 	if m.rec.Spec.Root.Top != "" {
 		// Only the kernel's scratch directory of the overlay; upper stays.
-		if err := os.RemoveAll(filepath.Join(m.rec.Spec.Root.Top, dirWork)); err != nil {
+		if err := overlay.CleanTop(m.rec.Spec.Root.Top); err != nil {
 			return fmt.Errorf("top of %s: %w", m.ID(), err)
 		}
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/driver"
+	"github.com/cloche-dev/cloche/internal/overlay"
 )
 
 // agentPath is where the agent is in the machine, on a tmpfs: nothing that a
@@ -35,8 +36,8 @@ func check(s driver.Spec) error {
 		return invalid("a machine has 1 to %d vCPUs, not %d", maxVCPUs, s.VCPUs)
 	case s.MemoryMiB < minMemoryMiB || s.MemoryMiB > maxMemoryMiB:
 		return invalid("a machine has %d to %d MiB of memory, not %d", minMemoryMiB, maxMemoryMiB, s.MemoryMiB)
-	case len(s.Root.Layers) > maxLayers:
-		return invalid("a file system has at most %d layers, not %d", maxLayers, len(s.Root.Layers))
+	case len(s.Root.Layers) > overlay.MaxLayers:
+		return invalid("a file system has at most %d layers, not %d", overlay.MaxLayers, len(s.Root.Layers))
 	}
 	dirs := append([]string{s.Root.Image, s.Root.Top}, s.Root.Layers...)
 	for _, dir := range dirs {
@@ -50,9 +51,6 @@ func check(s driver.Spec) error {
 const (
 	minMemoryMiB = 256
 	maxMemoryMiB = 1 << 20
-	// maxLayers leaves room for the image and the skeleton: overlayfs takes
-	// 500 lower layers (OVL_MAX_STACK, Linux 6.18).
-	maxLayers = 490
 )
 
 // ociSpec describes the machine to gVisor, with paths as in the starter's root.

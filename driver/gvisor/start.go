@@ -19,6 +19,7 @@ import (
 	"github.com/cloche-dev/cloche/driver"
 	"github.com/cloche-dev/cloche/internal/cleanup"
 	"github.com/cloche-dev/cloche/internal/failpoint"
+	"github.com/cloche-dev/cloche/internal/overlay"
 )
 
 // Start implements driver.Driver.
@@ -87,11 +88,11 @@ func (d *Driver) prepare(m *machine, undo *cleanup.Stack) error {
 	if err := os.Lchown(exit, driver.IDOffset, driver.IDOffset); err != nil {
 		return fmt.Errorf("state of %s: %w", spec.ID, err)
 	}
-	fresh, err := layTop(spec.Root.Top)
+	fresh, err := overlay.LayTop(spec.Root.Top)
 	undo.Push("top", func(context.Context) error {
-		err := os.RemoveAll(filepath.Join(spec.Root.Top, dirWork))
+		err := overlay.CleanTop(spec.Root.Top)
 		if fresh {
-			err = errors.Join(err, os.RemoveAll(filepath.Join(spec.Root.Top, dirUpper)))
+			err = errors.Join(err, os.RemoveAll(filepath.Join(spec.Root.Top, driver.TopUpper)))
 		}
 		return err
 	})
