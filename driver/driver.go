@@ -79,9 +79,11 @@ type Machine interface {
 	ID() cloche.SessionID
 
 	// Dial opens a fresh channel to the agent: reliable, ordered, both ways,
-	// with deadlines. Earlier channels may be closed by it (virtio-serial has
-	// one). It fails with CodeGone once the machine has ended. ctx bounds the
-	// dial, not the channel.
+	// with deadlines. It waits for an agent that has only just been started.
+	// Earlier channels may be closed by it (virtio-serial has one). It fails
+	// with CodeGone once the machine has ended, also if that happens while it
+	// waits. ctx bounds the dial, not the channel. A channel of a machine that
+	// has ended reads io.EOF or fails; it never blocks.
 	Dial(ctx context.Context) (net.Conn, error)
 
 	// Stats reads what the machine has used so far, from the host's own
@@ -129,14 +131,22 @@ type Root struct {
 	// without any shift. The driver never writes to it.
 	Image string
 
-	// Layers are frozen tops, oldest first. The driver never writes to them.
+	// Layers are frozen tops, oldest first, in the form that the driver left
+	// them in. The driver never writes to them.
 	Layers []string
 
 	// Top is a directory that exists and belongs to this session alone. An
 	// empty one is a fresh start; the driver lays out what it needs in it,
-	// and the guest's ids in it are shifted by IDOffset.
+	// and the guest's ids in it are shifted by IDOffset. One that a machine
+	// has used before is gone on with.
 	Top string
 }
+
+// TopUpper is the directory in a top, and so in a layer, that holds what the
+// session changed, as overlayfs writes it: whiteouts are character devices 0/0,
+// a replaced directory has trusted.overlay.opaque, a renamed one
+// trusted.overlay.redirect. For drivers whose tops are trees.
+const TopUpper = "upper"
 
 // IDOffset is added to every uid and gid of a guest to get the host's: guest
 // root is host uid 100000. IDCount ids are mapped. The identity mapping would

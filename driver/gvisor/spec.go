@@ -1,0 +1,136 @@
+package gvisor
+
+import (
+	"fmt"
+	"path/filepath"
+	"regexp"
+	"strconv"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"gvisor.dev/gvisor/runsc/config"
+	"gvisor.dev/gvisor/runsc/flag"
+	"gvisor.dev/gvisor/runsc/specutils"
+
+	"github.com/cloche-dev/cloche"
+	"github.com/cloche-dev/cloche/driver"
+	"github.com/cloche-dev/cloche/internal/overlay"
+)
+
+// agentPath is where the agent is in the machine, on a tmpfs: nothing that a
+// guest writes can take its place in the next session.
+const agentPath = "/run/cloche/agent"
+
+var hostnameForm = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$`)
+
+// check returns an *Error of CodeInvalid unless a machine can be made of s.
+func check(s driver.Spec) error {
+	invalid := func(format string, args ...any) error {
+		return cloche.Errorf(cloche.CodeInvalid, format, args...)
+	}
+	switch {
+	case !s.ID.Valid():
+		return invalid("the session id has not the form of one")
+	case !hostnameForm.MatchString(s.Hostname):
+		return invalid("the host name must have 1 to 63 letters, digits and '-'")
+	case s.VCPUs < 1 || s.VCPUs > maxVCPUs:
+		return invalid("a machine has 1 to %d vCPUs, not %d", maxVCPUs, s.VCPUs)
+	case s.MemoryMiB < minMemoryMiB || s.MemoryMiB > maxMemoryMiB:
+		return invalid("a machine has %d to %d MiB of memory, not %d", minMemoryMiB, maxMemoryMiB, s.MemoryMiB)
+	case len(s.Root.Layers) > overlay.MaxLayers:
+		return invalid("a file system has at most %d layers, not %d", overlay.MaxLayers, len(s.Root.Layers))
+	}
+	dirs := append([]string{s.Root.Image, s.Root.Top}, s.Root.Layers...)
+	for _, dir := range dirs {
+		if !filepath.IsAbs(dir) || !isDir(dir) {
+			return invalid("the image, each layer and the top must be directories with absolute paths")
+		}
+	}
+	return nil
+}
+
+const (
+	minMemoryMiB = 256
+	maxMemoryMiB = 1 << 20
+)
+
+// ociSpec describes the machine to gVisor, with paths as in the starter's root.
+func ociSpec(s driver.Spec) *specs.Spec {
+	mem := int64(s.MemoryMiB) << 20
+	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: driver.IDOffset, Size: driver.IDCount}}
+	return &specs.Spec{
+		Version: specs.Version,
+		Process: &specs.Process{
+			Args:         []string{agentPath, "init"},
+			Env:          []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+			Cwd:          "/",
+			Capabilities: specutils.AllCapabilities(), // of the guest's kernel, not of the host's
+			Rlimits:      []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Soft: 65536, Hard: 1 << 20}},
+		},
+		Root:     &specs.Root{Path: innerRoot},
+		Hostname: s.Hostname,
+		Mounts:   mounts(mem),
+		Linux: &specs.Linux{
+			UIDMappings: ids,
+			GIDMappings: ids,
+			Namespaces: []specs.LinuxNamespace{
+				{Type: specs.UserNamespace},
+				{Type: specs.PIDNamespace},
+				{Type: specs.MountNamespace},
+				{Type: specs.IPCNamespace},
+				{Type: specs.UTSNamespace},
+				{Type: specs.NetworkNamespace},
+				{Type: specs.CgroupNamespace},
+			},
+		},
+		Annotations: map[string]string{
+			annotationVCPUs:  strconv.Itoa(s.VCPUs),
+			annotationMemory: strconv.FormatInt(mem, 10),
+		},
+	}
+}
+
+// mounts lists the file systems of a machine beside its root. Every tmpfs has a
+// size: what is in one is memory that no process can be killed for.
+func mounts(mem int64) []specs.Mount {
+	size := func(n int64) string { return fmt.Sprintf("size=%d", n) }
+	return []specs.Mount{
+		{Destination: "/proc", Type: "proc"},
+		{Destination: "/sys", Type: "sysfs", Options: []string{"ro"}},
+		{Destination: "/sys/fs/cgroup", Type: "cgroup"},
+		{Destination: "/dev", Type: "tmpfs", Options: []string{"mode=755", size(64 << 10)}},
+		{Destination: "/dev/pts", Type: "devpts"},
+		{Destination: "/dev/shm", Type: "tmpfs", Options: []string{"mode=1777", size(mem / 2)}},
+		{Destination: "/run", Type: "tmpfs", Options: []string{"mode=755", size(mem / 8)}},
+		{Destination: agentPath, Type: "bind", Source: innerAgent, Options: []string{"bind", "ro"}},
+		// gVisor puts an unsized tmpfs over an empty /tmp unless a mount has
+		// that destination, and skips a mount of an unknown type: so /tmp stays
+		// on the root (runsc/boot/vfs.go, mountTmp and getMountNameAndOptions).
+		{Destination: "/tmp", Type: "stays-on-root"},
+	}
+}
+
+// runscConfig is gVisor's own configuration; see docs/adr for the choices.
+func runscConfig() (*config.Config, error) {
+	fs := flag.NewFlagSet(starterName, flag.ContinueOnError)
+	config.RegisterFlags(fs)
+	for name, value := range map[string]string{
+		"root":                    innerState,
+		"panic-log":               filepath.Join(innerState, filePanic),
+		"platform":                "systrap",
+		"network":                 "none",
+		"overlay2":                "none", // the overlay is the host's, so nothing is lost with the process
+		"directfs":                "true",
+		"file-access":             "exclusive",
+		"allow-suid":              "true",
+		"in-sandbox-cgroup":       "v2",
+		"ignore-cgroups":          "true", // ours, made before the first process of the machine
+		"host-settings":           "ignore",
+		"sidecar-usage-policy":    "LEGACY_DEPRECATED_SLOW_EMBEDDED_FALLBACK",
+		"gofer-network-namespace": "new",
+	} {
+		if err := fs.Set(name, value); err != nil {
+			return nil, fmt.Errorf("flag %s: %w", name, err)
+		}
+	}
+	return config.NewFromFlags(fs)
+}
