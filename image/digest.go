@@ -42,13 +42,9 @@ func (l *Library) Verify(ctx context.Context, id cloche.ImageID) error {
 	if err != nil {
 		return err
 	}
-	b, err := os.ReadFile(filepath.Join(filepath.Dir(tree), metaFile))
+	m, err := l.meta(id)
 	if err != nil {
-		return fmt.Errorf("image file: %w", err)
-	}
-	var m meta
-	if err := json.Unmarshal(b, &m); err != nil {
-		return fmt.Errorf("image file: %w", err)
+		return err
 	}
 	got, err := measure(ctx, tree)
 	if err != nil {
@@ -59,6 +55,18 @@ func (l *Library) Verify(ctx context.Context, id cloche.ImageID) error {
 			"image %s was changed after it was made: its files have digest %s, not %s", id, got.digest, m.Tree)
 	}
 	return nil
+}
+
+// meta reads the file beside an image's tree.
+func (l *Library) meta(id cloche.ImageID) (m meta, err error) {
+	b, err := os.ReadFile(filepath.Join(l.dir, string(id), metaFile))
+	if err == nil {
+		err = json.Unmarshal(b, &m)
+	}
+	if err != nil {
+		return meta{}, fmt.Errorf("image file: %w", err)
+	}
+	return m, nil
 }
 
 // measured is what a walk over a tree finds.

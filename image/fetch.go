@@ -52,6 +52,7 @@ type download struct {
 	meter  *meter
 	patience
 	counted int64 // what meter was told
+	grown   int64 // by how much meter's total grew, with an unknown size
 }
 
 // errRestart says that what is there must be dropped and fetched again.
@@ -61,6 +62,9 @@ var errRestart = errors.New("the server does not continue where the download end
 func (d *download) run(ctx context.Context) error {
 	d.patience = d.withDefaults()
 	if info, err := os.Stat(d.dest); err == nil {
+		if d.size < 0 {
+			d.meter.grow(info.Size())
+		}
 		d.progress(info.Size())
 		return touch(d.dest)
 	}
@@ -167,6 +171,10 @@ func (d *download) once(ctx context.Context, limit int64) (err error) {
 		if off, err = f.Seek(0, io.SeekStart); err != nil {
 			return hostError("restart download", err)
 		}
+	}
+	if d.size < 0 && d.grown == 0 && resp.ContentLength > 0 {
+		d.grown = off + resp.ContentLength
+		d.meter.grow(d.grown)
 	}
 	d.progress(off)
 	n, err := io.Copy(f, io.LimitReader(tickReader{resp.Body, func(n int) {

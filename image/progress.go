@@ -37,6 +37,9 @@ func (m *meter) add(n int64) { m.update(func(s *Step) { s.Done += n }) }
 
 func (m *meter) set(done int64) { m.update(func(s *Step) { s.Done = done }) }
 
+// grow adds to the total of a step whose amount shows itself bit by bit.
+func (m *meter) grow(n int64) { m.update(func(s *Step) { s.Total += n }) }
+
 func (m *meter) detail(d string) { m.update(func(s *Step) { s.Detail = d }) }
 
 // end reports that the step was completed.

@@ -252,6 +252,9 @@ func (u *unpacker) parent(dir string) (place, error) {
 		}
 		return place{}, fmt.Errorf("make directory: %w", err)
 	}
+	if err := unix.Fchmodat(at.fd, path.Base(dir), 0o755, 0); err != nil { // whatever the umask
+		return place{}, fmt.Errorf("make directory: %w", err)
+	}
 	return u.openDir(dir)
 }
 
