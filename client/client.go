@@ -253,7 +253,7 @@ func responseError(resp *http.Response) error {
 	if e.Error.Code == "" {
 		e.Error.Code = statusCode(resp.StatusCode)
 	}
-	if id := resp.Header.Get("Cloche-Request-Id"); id != "" && resp.StatusCode >= 500 {
+	if id := resp.Header.Get("X-Request-Id"); id != "" && resp.StatusCode >= 500 {
 		e.Error.Message += " (request " + id + ")"
 	}
 	return &cloche.Error{Code: e.Error.Code, Message: e.Error.Message}

@@ -1,7 +1,6 @@
 package client
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -15,6 +14,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/cloche-dev/cloche"
+	"github.com/cloche-dev/cloche/internal/frames"
 )
 
 // Command is a command on the wire.
@@ -129,17 +129,17 @@ func (c *Client) Run(ctx context.Context, id cloche.SessionID, r Run) (Command, 
 	if err != nil {
 		return Command{}, err
 	}
-	req.Header.Set("Cloche-Stdin", "stream")
-	req.Header.Set("Accept", FramesType)
+	req.Header.Set(frames.StdinHeader, frames.StdinStream)
+	req.Header.Set("Accept", frames.MediaType)
 	resp, err := c.stream(req)
 	if err != nil {
 		return Command{}, in.explain(err)
 	}
 	defer resp.Body.Close()
-	if t := resp.Header.Get("Content-Type"); t != FramesType {
-		return Command{}, fmt.Errorf("answer of type %q in place of %s: the server is no Cloche server, or too old", t, FramesType)
+	if t := resp.Header.Get("Content-Type"); t != frames.MediaType {
+		return Command{}, fmt.Errorf("answer of type %q in place of %s: the server is no Cloche server, or too old", t, frames.MediaType)
 	}
-	cmd, err := readFrames(resp.Body, r.Started, r.Stdout, r.Stderr)
+	cmd, err := reading{started: r.Started, stdout: r.Stdout, stderr: r.Stderr}.run(resp.Body)
 	if err != nil && ctx.Err() != nil {
 		return Command{}, context.Cause(ctx)
 	}
@@ -222,106 +222,114 @@ func (c *Client) command(ctx context.Context, r call) (Command, error) {
 	return v.Command, err
 }
 
-// maxLogLine bounds a line of a log stream: a piece of 64 KiB, of which every
-// byte may have become a \uXXXX escape, and some room.
-const maxLogLine = 512 << 10
+// quiet is how long a log must bring nothing for Logs to take it as read.
+const quiet = 500 * time.Millisecond
 
-// logLine is a line of a log stream.
-type logLine struct {
-	Stream string          `json:"stream"`
-	Data   json.RawMessage `json:"data"`
-}
+const (
+	// logAttempts is how many connections in a row may bring nothing new.
+	logAttempts = 6
+	// logPause is before the first new connection, and doubles with each one
+	// that brings nothing: 12 seconds in all.
+	logPause = 200 * time.Millisecond
+)
 
-// Logs writes a command's log from its start until the command has ended. A
-// connection that breaks is made anew, and what was written already is passed
-// over, as long as each one brings something new. The log is text: bytes that
-// are not UTF-8 arrive as U+FFFD. Notices of the server go to stderr.
+// Logs writes a command's log, byte for byte, from its start: with follow until
+// the command has ended, else until there is a pause. A connection that breaks
+// in the middle is made anew, and what was written already is passed over; the
+// server may take some seconds to come back. Notices of the server go to stderr.
 func (c *Client) Logs(ctx context.Context, id cloche.SessionID, cmd cloche.CommandID, follow bool, stdout, stderr io.Writer) error {
-	w := &logWriter{stdout: stdout, stderr: stderr}
-	for {
-		before := w.written()
-		err := c.logs(ctx, id, cmd, follow, w.restart())
-		var out *OutputError
-		if err == nil || ctx.Err() != nil || errors.As(err, &out) ||
-			cloche.ErrorCode(err) != cloche.CodeUnavailable || w.written() == before {
+	out, errs := &resumed{w: stdout}, &resumed{w: stderr}
+	for failures := 0; ; {
+		before := out.done + errs.done
+		out.seen, errs.seen = 0, 0
+		err := c.logs(ctx, id, cmd, follow, out, errs)
+		after := out.done + errs.done
+		if cloche.ErrorCode(err) != cloche.CodeUnavailable || after == 0 {
 			return err
+		}
+		if failures++; after > before {
+			failures = 0
+		}
+		if failures == logAttempts {
+			return err
+		}
+		select {
+		case <-time.After(logPause << failures):
+		case <-ctx.Done():
+			return context.Cause(ctx)
 		}
 	}
 }
 
+// errQuiet ends a log that is not followed.
+var errQuiet = errors.New("nothing new")
+
 // logs makes one connection.
-func (c *Client) logs(ctx context.Context, id cloche.SessionID, cmd cloche.CommandID, follow bool, w *logWriter) error {
-	r := call{method: http.MethodGet, path: commandPath(id, cmd) + "/logs"}
-	if !follow {
-		r.query = url.Values{"follow": {"false"}}
-	}
-	req, err := c.request(ctx, r, nil)
+func (c *Client) logs(ctx context.Context, id cloche.SessionID, cmd cloche.CommandID, follow bool, stdout, stderr *resumed) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	req, err := c.request(ctx, call{method: http.MethodGet, path: commandPath(id, cmd) + "/logs"}, nil)
 	if err != nil {
 		return err
 	}
+	req.Header.Set("Accept", frames.MediaType)
 	resp, err := c.stream(req)
 	if err != nil {
 		return err
 	}
 	defer resp.Body.Close()
-	lines := bufio.NewScanner(resp.Body)
-	lines.Buffer(make([]byte, 0, 64<<10), maxLogLine)
-	for lines.Scan() {
-		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
-			continue // a heartbeat
-		}
-		var line logLine
-		if err := json.Unmarshal(lines.Bytes(), &line); err != nil {
-			return fmt.Errorf("log line: %w", err)
-		}
-		if line.Stream == "error" {
-			return streamError(line.Data)
-		}
-		var text string
-		if err := json.Unmarshal(line.Data, &text); err != nil {
-			return fmt.Errorf("log line: %w", err)
-		}
-		if err := w.write(cloche.Stream(line.Stream), text); err != nil {
-			return err
-		}
+	var body io.Reader = resp.Body
+	if !follow {
+		timer := time.AfterFunc(quiet, func() { cancel(errQuiet) })
+		defer timer.Stop()
+		body = &postponing{r: body, timer: timer}
 	}
-	if err := lines.Err(); err != nil {
-		return c.unreachable(ctx, err)
-	}
-	return nil
-}
-
-// logWriter writes a log that may begin anew, each byte once.
-type logWriter struct {
-	stdout, stderr io.Writer
-	done           [2]int64 // bytes written of stdout, and of all else
-	seen           [2]int64 // bytes that the present connection has brought
-}
-
-func (w *logWriter) written() int64 { return w.done[0] + w.done[1] }
-
-// restart begins with the first byte of the log again.
-func (w *logWriter) restart() *logWriter {
-	w.seen = [2]int64{}
-	return w
-}
-
-func (w *logWriter) write(s cloche.Stream, text string) error {
-	i, out := 0, w.stdout
-	if s != cloche.Stdout {
-		i, out = 1, w.stderr
-	}
-	start := w.seen[i]
-	w.seen[i] += int64(len(text))
-	if w.seen[i] <= w.done[i] {
+	_, err = reading{stdout: stdout, stderr: stderr}.copy(body)
+	switch {
+	case err == nil, context.Cause(ctx) == errQuiet:
 		return nil
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
 	}
-	fresh := text[max(w.done[i]-start, 0):]
-	w.done[i] = w.seen[i]
-	if err := output(out, []byte(fresh)); err != nil {
-		return &OutputError{Stream: s, Err: err}
+	return err
+}
+
+// postponing puts a timer off with every byte that comes.
+type postponing struct {
+	r     io.Reader
+	timer *time.Timer
+}
+
+// Read reads.
+func (p *postponing) Read(b []byte) (int, error) {
+	n, err := p.r.Read(b)
+	if p.timer.Stop() {
+		p.timer.Reset(quiet)
 	}
-	return nil
+	return n, err
+}
+
+// resumed writes a stream that may begin anew, each byte once.
+type resumed struct {
+	w    io.Writer
+	done int64 // bytes written
+	seen int64 // bytes that the present connection has brought
+}
+
+// Write writes what is new in p.
+func (r *resumed) Write(p []byte) (int, error) {
+	start := r.seen
+	r.seen += int64(len(p))
+	if r.seen <= r.done {
+		return len(p), nil
+	}
+	fresh := p[max(r.done-start, 0):]
+	n, err := r.w.Write(fresh)
+	r.done += int64(n)
+	if err != nil {
+		return len(p) - len(fresh) + n, err
+	}
+	return len(p), nil
 }
 
 func commandPath(id cloche.SessionID, cmd cloche.CommandID) string {

@@ -7,6 +7,7 @@ import (
 	"mime"
 	"net/http"
 	"strconv"
+	"unicode/utf8"
 
 	"github.com/cloche-dev/cloche"
 )
@@ -37,17 +38,18 @@ func (c *Client) WriteFiles(ctx context.Context, id cloche.SessionID, dir string
 // error of Read, never a short success. The caller closes it.
 type File struct {
 	io.ReadCloser
-	Size int64  // -1 = not known before it is read
+	Size int64  // when it was opened; -1 = not known. It may have changed since
 	Mode uint32 // permission bits; 0 = not known
 }
 
 // ReadFile opens a file of the session. A relative path is below the session's
 // working directory. No such file is CodeNotFound, a directory CodeInvalid.
 func (c *Client) ReadFile(ctx context.Context, id cloche.SessionID, path string) (*File, error) {
-	if err := checkText(path); err != nil {
-		return nil, err
+	name := map[string]any{"path": path}
+	if !utf8.ValidString(path) { // JSON cannot carry it
+		name = map[string]any{"pathBytes": []byte(path)}
 	}
-	body, err := jsonReader(map[string]string{"path": path})
+	body, err := jsonReader(name)
 	if err != nil {
 		return nil, err
 	}
@@ -63,7 +65,10 @@ func (c *Client) ReadFile(ctx context.Context, id cloche.SessionID, path string)
 		resp.Body.Close()
 		return nil, fmt.Errorf("answer of type %q in place of a file's content", t)
 	}
-	f := &File{Size: resp.ContentLength}
+	f := &File{Size: -1}
+	if size, err := strconv.ParseInt(resp.Header.Get("Cloche-Size"), 10, 64); err == nil {
+		f.Size = size
+	}
 	if mode, err := strconv.ParseUint(resp.Header.Get("Cloche-Mode"), 8, 32); err == nil {
 		f.Mode = uint32(mode)
 	}

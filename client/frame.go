@@ -1,101 +1,66 @@
 package client
 
 import (
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 
 	"github.com/cloche-dev/cloche"
+	"github.com/cloche-dev/cloche/internal/frames"
 )
 
-// FramesType is the media type of a binary-safe stream of a command's output.
-// It is a sequence of frames: type (1 byte), length (4 bytes, big endian, at
-// most MaxFrame), payload. A frame of an unknown type is passed over.
-const FramesType = "application/vnd.cloche.frames"
-
-// MaxFrame bounds the payload of a frame. Pieces of output are far smaller; a
-// command's record carries its arguments.
-const MaxFrame = 16 << 20
-
-// The types of frames. A stream begins with FrameCommand, and ends with
-// FrameExit or FrameError; without one of these it broke. An empty FrameStdout
-// keeps a silent connection alive.
-const (
-	FrameCommand byte = 16 // {"command":Command}
-	FrameStdout  byte = 17 // bytes
-	FrameStderr  byte = 18 // bytes
-	FrameExit    byte = 19 // {"command":Command} with an exit code
-	FrameError   byte = 20 // {"code":"…","message":"…"}
-)
-
-const frameHeader = 5
-
-// frameReader reads frames. Its buffer grows to the largest frame seen.
-type frameReader struct {
-	r   io.Reader
-	buf []byte
+// reading is how frames are read: what becomes of each kind. A nil writer drops
+// its stream.
+type reading struct {
+	started        func(Command) // may be nil
+	stdout, stderr io.Writer
 }
 
-// next returns the next frame; its payload is valid until the next call. The
-// error is io.EOF only between frames.
-func (f *frameReader) next() (byte, []byte, error) {
-	var h [frameHeader]byte
-	if _, err := io.ReadFull(f.r, h[:]); err != nil {
-		return 0, nil, err
+// run reads the answer to a command that runs, to its end.
+func (r reading) run(body io.Reader) (Command, error) {
+	payload, err := r.copy(body)
+	if err != nil {
+		return Command{}, err
 	}
-	n := binary.BigEndian.Uint32(h[1:])
-	if n > MaxFrame {
-		return 0, nil, fmt.Errorf("frame %d: %d bytes exceed the bound", h[0], n)
+	cmd, err := frameCommand(payload)
+	if err == nil && cmd.ExitCode == nil {
+		err = errors.New("end of the command: no exit code")
 	}
-	if uint32(cap(f.buf)) < n {
-		f.buf = make([]byte, n)
-	}
-	f.buf = f.buf[:n]
-	if _, err := io.ReadFull(f.r, f.buf); err != nil {
-		if errors.Is(err, io.EOF) {
-			err = io.ErrUnexpectedEOF
-		}
-		return 0, nil, err
-	}
-	return h[0], f.buf, nil
+	return cmd, err
 }
 
-// readFrames copies a command's output to stdout and stderr until its end. A
-// nil writer drops its stream.
-func readFrames(r io.Reader, started func(Command), stdout, stderr io.Writer) (Command, error) {
-	frames := &frameReader{r: r}
+// copy writes output until the End frame, and returns its payload. A stream
+// that ends otherwise broke, or gives the server's reason.
+func (r reading) copy(body io.Reader) ([]byte, error) {
+	in := frames.NewReader(body)
 	for {
-		kind, payload, err := frames.next()
+		kind, payload, err := in.Next()
 		if err != nil {
-			return Command{}, broken(err)
+			return nil, broken(err)
 		}
 		switch kind {
-		case FrameCommand:
+		case frames.Command:
 			cmd, err := frameCommand(payload)
 			if err != nil {
-				return Command{}, err
+				return nil, err
 			}
-			if started != nil {
-				started(cmd)
+			if r.started != nil {
+				r.started(cmd)
 			}
-		case FrameStdout:
-			if err := output(stdout, payload); err != nil {
-				return Command{}, &OutputError{Stream: cloche.Stdout, Err: err}
-			}
-		case FrameStderr:
-			if err := output(stderr, payload); err != nil {
-				return Command{}, &OutputError{Stream: cloche.Stderr, Err: err}
-			}
-		case FrameExit:
-			cmd, err := frameCommand(payload)
-			if err == nil && cmd.ExitCode == nil {
-				err = fmt.Errorf("frame %d: no exit code", kind)
-			}
-			return cmd, err
-		case FrameError:
-			return Command{}, streamError(payload)
+		case frames.Stdout:
+			err = output(r.stdout, cloche.Stdout, payload)
+		case frames.Stderr:
+			err = output(r.stderr, cloche.Stderr, payload)
+		case frames.Notice:
+			err = output(r.stderr, cloche.StreamNotice, payload)
+		case frames.End:
+			return payload, nil
+		case frames.Failure:
+			return nil, streamError(payload)
+		}
+		if err != nil {
+			return nil, err
 		}
 	}
 }
@@ -112,22 +77,22 @@ func (e *OutputError) Error() string { return "write " + string(e.Stream) + ": "
 // Unwrap returns the writer's error.
 func (e *OutputError) Unwrap() error { return e.Err }
 
-func output(w io.Writer, p []byte) error {
+func output(w io.Writer, stream cloche.Stream, p []byte) error {
 	if w == nil || len(p) == 0 {
 		return nil
 	}
-	_, err := w.Write(p)
-	return err
+	if _, err := w.Write(p); err != nil {
+		return &OutputError{Stream: stream, Err: err}
+	}
+	return nil
 }
 
 func frameCommand(payload []byte) (Command, error) {
-	var v struct {
-		Command Command `json:"command"`
-	}
-	if err := json.Unmarshal(payload, &v); err != nil {
+	var cmd Command
+	if err := json.Unmarshal(payload, &cmd); err != nil {
 		return Command{}, fmt.Errorf("command frame: %w", err)
 	}
-	return v.Command, nil
+	return cmd, nil
 }
 
 // streamError rebuilds the error that ends a stream.

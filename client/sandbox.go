@@ -66,6 +66,7 @@ type Session struct {
 	Duration        Millis              `json:"duration,omitempty"`
 	ActiveCPU       Millis              `json:"activeCpuDurationMs,omitempty"`
 	NetworkPolicy   map[string]any      `json:"networkPolicy,omitempty"`
+	Cause           string              `json:"cause,omitempty"` // why it failed or was aborted: an extra of ours
 }
 
 // Deadline is when the session stops by itself.
