@@ -205,7 +205,7 @@ func (c *call) getCommand() error {
 	if err != nil {
 		return err
 	}
-	wait, err := flag(c.r.URL.Query(), "wait")
+	wait, err := boolean(c.r.URL.Query(), "wait")
 	if err != nil {
 		return err
 	}

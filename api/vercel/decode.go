@@ -140,8 +140,8 @@ func page(q url.Values) (cloche.Page, error) {
 	return p, nil
 }
 
-// flag reads a boolean parameter; absent is false.
-func flag(q url.Values, key string) (bool, error) {
+// boolean reads a boolean parameter; absent is false.
+func boolean(q url.Values, key string) (bool, error) {
 	switch s := q.Get(key); s {
 	case "", "false":
 		return false, nil

@@ -227,7 +227,7 @@ func (c *call) getSandbox() error {
 	if err != nil {
 		return err
 	}
-	resume, err := flag(c.r.URL.Query(), "resume")
+	resume, err := boolean(c.r.URL.Query(), "resume")
 	if err != nil {
 		return err
 	}
