@@ -15,6 +15,7 @@ import (
 // killTimeout bounds the kill of a command whose client has gone.
 const killTimeout = 10 * time.Second
 
+// runBody is a command to be run.
 type runBody struct {
 	Command string    `json:"command"`
 	Args    []*string `json:"args"`
@@ -27,6 +28,7 @@ type runBody struct {
 	User    string    `json:"user"` // extra
 }
 
+// request turns the body into what the Service takes.
 func (b *runBody) request() (cloche.RunCommand, error) {
 	r := cloche.RunCommand{Name: b.Command, WorkDir: b.Cwd, User: b.User, Sudo: b.Sudo, Args: make([]string, 0, len(b.Args))}
 	if b.Command == "" {
@@ -109,6 +111,7 @@ func (c *call) runCommand() error {
 	return nil
 }
 
+// errClientGone is why a command is killed: nobody waits for it any more.
 var errClientGone = errors.New("the client went away")
 
 // follow writes a command's stream to its end. It returns an error only if the
@@ -184,6 +187,7 @@ func (c *call) kill(cmd cloche.Command) {
 	}
 }
 
+// listCommands is an extra: the protocol has no list.
 func (c *call) listCommands() error {
 	id, err := c.session()
 	if err != nil {
@@ -200,6 +204,8 @@ func (c *call) listCommands() error {
 	return c.answer(out)
 }
 
+// getCommand answers with the command as it is, or, if asked to wait, as it has
+// ended: with an exit code, which clients then require.
 func (c *call) getCommand() error {
 	sid, cid, err := c.command()
 	if err != nil {
@@ -266,6 +272,7 @@ func (c *call) commandLogs() error {
 	}
 }
 
+// killCommand sends a signal and answers at once with the command as it is.
 func (c *call) killCommand() error {
 	sid, cid, err := c.command()
 	if err != nil {

@@ -46,7 +46,7 @@ const requestIDHeader = "X-Request-Id"
 const statusClientGone = 499
 
 // ErrShutdown is the cause with which the wiring cancels the base context of
-// the server when it does not wait any longer. Streams then end with an error
+// the server when it does not wait any longer, before it closes connections. Streams then end with an error
 // of code unavailable, and commands live on; without it a stream's end would
 // look like a client that went away, which kills a command that it waits for.
 var ErrShutdown = errors.New("the server is shutting down")

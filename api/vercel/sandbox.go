@@ -12,6 +12,8 @@ import (
 // neither runtime nor image: those paths promise a runtime.
 const legacyRuntime = "node24"
 
+// createBody is what a create may ask for. Pointers tell what was not said from
+// what was said to be nothing.
 type createBody struct {
 	ProjectID  *string   `json:"projectId"`
 	Name       *string   `json:"name"`
@@ -27,6 +29,7 @@ type createBody struct {
 	laterFields
 }
 
+// resources is the size of a machine.
 type resources struct {
 	VCPUs  *int `json:"vcpus"`
 	Memory *int `json:"memory"` // follows vcpus; some clients send it
@@ -85,6 +88,8 @@ func checkPolicy(raw []byte) error {
 	return checkMode(p.Mode)
 }
 
+// checkMode is checkPolicy for the mode of a policy; "" is the form without one,
+// which lists what is allowed.
 func checkMode(mode string) error {
 	if mode != string(cloche.DenyAll) {
 		return notImplemented("a network for sandboxes: the only networkPolicy is deny-all, which is also what a sandbox without one gets")
@@ -152,10 +157,14 @@ func (r resources) vcpus() (*int, error) {
 	return r.VCPUs, nil
 }
 
+// createSandbox is the create of version 3, where no runtime is the server's
+// choice of a base.
 func (c *call) createSandbox() error {
 	return c.create(func(v cloche.SandboxView) any { return createdOf(v) }, "")
 }
 
+// createLegacySandbox is the create of version 2: all of 2.x, and 3.x with a
+// runtime.
 func (c *call) createLegacySandbox() error {
 	return c.create(func(v cloche.SandboxView) any { return createdOf(v) }, legacyRuntime)
 }
@@ -187,6 +196,8 @@ func (c *call) create(shape func(cloche.SandboxView) any, runtime string) error 
 	})
 }
 
+// listSandboxes answers one page. A limit over the maximum is the maximum:
+// nothing is lost, the cursor goes on from there.
 func (c *call) listSandboxes() error {
 	q := c.r.URL.Query()
 	p, err := page(q)
@@ -222,6 +233,9 @@ func (c *call) listSandboxes() error {
 	return c.answer(out)
 }
 
+// getSandbox is also the one way to start a sandbox again. An absent resume is
+// false, although 2.x means true by it: the requests look alike, and every
+// client resumes by itself at its first 410.
 func (c *call) getSandbox() error {
 	name, err := c.name()
 	if err != nil {
@@ -242,6 +256,7 @@ func (c *call) getSandbox() error {
 	})
 }
 
+// updateBody is what an update may change. A runtime comes from early 2.x.
 type updateBody struct {
 	Persistent *bool      `json:"persistent"`
 	Resources  resources  `json:"resources"`
@@ -253,6 +268,7 @@ type updateBody struct {
 	laterFields
 }
 
+// request turns the body into what the Service takes.
 func (b *updateBody) request() (cloche.UpdateSandbox, error) {
 	u := cloche.UpdateSandbox{Region: b.Region, Ports: b.Ports}
 	var ports []int
@@ -286,6 +302,7 @@ func (b *updateBody) request() (cloche.UpdateSandbox, error) {
 	return u, nil
 }
 
+// updateSandbox answers with routes, which the client puts in place of its own.
 func (c *call) updateSandbox() error {
 	name, err := c.name()
 	if err != nil {
@@ -306,6 +323,7 @@ func (c *call) updateSandbox() error {
 	return c.answer(sandboxAnswer{Sandbox: sandboxOf(v), Routes: []routeBody{}})
 }
 
+// deleteSandbox answers with the record as it last was.
 func (c *call) deleteSandbox() error {
 	name, err := c.name()
 	if err != nil {

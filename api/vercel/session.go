@@ -6,6 +6,7 @@ import (
 	"github.com/cloche-dev/cloche"
 )
 
+// listSessions answers one page of the sessions of a sandbox, or of all.
 func (c *call) listSessions() error {
 	q := c.r.URL.Query()
 	p, err := page(q)
@@ -23,6 +24,7 @@ func (c *call) listSessions() error {
 	return c.answer(out)
 }
 
+// getSession is how clients before 3.4 wait for the end of a stop.
 func (c *call) getSession() error {
 	v, err := c.view()
 	if err != nil {
@@ -40,6 +42,8 @@ func (c *call) view() (cloche.SandboxView, error) {
 	return c.Service.GetSession(c.r.Context(), c.who, id)
 }
 
+// stopSession answers with the sandbox too: the client takes its totals from
+// it.
 func (c *call) stopSession() error {
 	return c.stop(func(v cloche.SandboxView) any {
 		sandbox := sandboxOf(v)
@@ -47,6 +51,8 @@ func (c *call) stopSession() error {
 	})
 }
 
+// stop ends the session and answers with what shape makes of it. Clients take
+// the answer as final and never ask again, so it comes when all is over.
 func (c *call) stop(shape func(cloche.SandboxView) any) error {
 	id, err := c.session()
 	if err != nil {
@@ -61,6 +67,7 @@ func (c *call) stop(shape func(cloche.SandboxView) any) error {
 	})
 }
 
+// extendTimeout adds to the life of a session.
 func (c *call) extendTimeout() error {
 	s, err := c.extend()
 	if err != nil {
@@ -69,6 +76,7 @@ func (c *call) extendTimeout() error {
 	return c.answer(sessionAnswer{Session: sessionOf(s)})
 }
 
+// extend is extendTimeout without the answer.
 func (c *call) extend() (cloche.Session, error) {
 	id, err := c.session()
 	if err != nil {
@@ -90,6 +98,7 @@ func (c *call) extend() (cloche.Session, error) {
 	return c.Service.ExtendTimeout(c.r.Context(), c.who, id, d)
 }
 
+// setPolicy changes the policy of a live session.
 func (c *call) setPolicy() error {
 	v, err := c.policy()
 	if err != nil {
@@ -98,7 +107,8 @@ func (c *call) setPolicy() error {
 	return c.answer(sessionAnswer{Session: sessionOf(v.Session)})
 }
 
-// policy "changes" the policy of a live session to the one it has.
+// policy is setPolicy without the answer: there is one policy, which every
+// session has.
 func (c *call) policy() (cloche.SandboxView, error) {
 	v, err := c.view()
 	if err != nil {

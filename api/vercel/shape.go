@@ -14,6 +14,7 @@ import (
 // defaultRegion stands where the protocol requires a region and none was given.
 const defaultRegion = "local"
 
+// sandboxBody is a sandbox. Its status is that of its latest session.
 type sandboxBody struct {
 	Name             string            `json:"name"`
 	Persistent       bool              `json:"persistent"`
@@ -39,6 +40,8 @@ type sandboxBody struct {
 	User             string            `json:"user,omitempty"` // extra
 }
 
+// sessionBody is a session, and in version 1 a sandbox. What is a pointer is
+// there, even if zero, once the session has ended.
 type sessionBody struct {
 	ID            cloche.SessionID `json:"id"`
 	Memory        int              `json:"memory"`
@@ -62,6 +65,7 @@ type sessionBody struct {
 	Cause         string           `json:"cause,omitempty"` // extra
 }
 
+// transferBody is in bytes.
 type transferBody struct {
 	Ingress int64 `json:"ingress"`
 	Egress  int64 `json:"egress"`
@@ -72,12 +76,15 @@ type policyBody struct {
 	Mode string `json:"mode"`
 }
 
+// routeBody is a port that can be reached. There are none yet, but no answer may
+// leave out the list.
 type routeBody struct {
 	URL       string `json:"url"`
 	Subdomain string `json:"subdomain"`
 	Port      int    `json:"port"`
 }
 
+// commandBody is a command.
 type commandBody struct {
 	ID        cloche.CommandID `json:"id"`
 	Name      string           `json:"name"`
@@ -93,6 +100,7 @@ type commandBody struct {
 	Lost      bool             `json:"lost,omitempty"`   // extra
 }
 
+// pageBody has a cursor, or null after the last page.
 type pageBody struct {
 	Count int     `json:"count"`
 	Next  *string `json:"next"`
@@ -141,6 +149,7 @@ type (
 	}
 )
 
+// sandboxOf shapes a sandbox. Its environment stays here.
 func sandboxOf(v cloche.SandboxView) sandboxBody {
 	b, s := v.Sandbox, v.Session
 	out := sandboxBody{
@@ -172,6 +181,7 @@ func sandboxOf(v cloche.SandboxView) sandboxBody {
 	return out
 }
 
+// sessionOf shapes a session.
 func sessionOf(s cloche.Session) sessionBody {
 	out := sessionBody{
 		ID:            s.ID,
@@ -207,6 +217,7 @@ func sessionOf(s cloche.Session) sessionBody {
 	return out
 }
 
+// commandOf shapes a command.
 func commandOf(c cloche.Command) commandBody {
 	out := commandBody{
 		ID:        c.ID,
@@ -242,6 +253,7 @@ func policyOf(p cloche.Policy) policyBody {
 	return policyBody{string(p.Mode)}
 }
 
+// pageOf shapes a page of count items.
 func pageOf(count int, next string) pageBody {
 	p := pageBody{Count: count}
 	if next != "" {

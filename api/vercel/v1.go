@@ -8,14 +8,18 @@ import (
 	"github.com/cloche-dev/cloche"
 )
 
+// v1Of is what create and get answer.
 func v1Of(v cloche.SandboxView) any {
 	return v1Answer{Sandbox: sessionOf(v.Session), Routes: []routeBody{}}
 }
 
+// v1SandboxOf is what the other calls answer: without routes.
 func v1SandboxOf(s cloche.Session) v1Answer { return v1Answer{Sandbox: sessionOf(s)} }
 
+// createV1 makes a sandbox with a name that the client never learns.
 func (c *call) createV1() error { return c.create(v1Of, legacyRuntime) }
 
+// getV1 finds a session by its id, ended or not.
 func (c *call) getV1() error {
 	v, err := c.view()
 	if err != nil {
@@ -92,6 +96,7 @@ func (c *call) listV1() error {
 	}
 }
 
+// answerV1List answers a page; next 0 is the last one. No client uses prev.
 func (c *call) answerV1List(out v1ListAnswer, next int64) error {
 	out.Page.Count = len(out.Sandboxes)
 	if next != 0 {
