@@ -145,15 +145,12 @@ func (still) MakeDir(_ context.Context, _ cloche.Principal, _ cloche.SessionID, 
 	return nil
 }
 
-// TestGoldenWire sends each captured request of the SDK and compares the whole
-// answer. A change of the file is a change of the wire.
-func TestGoldenWire(t *testing.T) {
-	s := start(t, still{})
+// captured are requests as the SDK makes them, and a few that are wrong.
+func captured() [][3]string {
 	const session, cmd = "/api/v2/sandboxes/sessions/" + string(stillSession), "/cmd/" + string(stillCommand)
 	const v1 = "/api/v1/sandboxes/" + string(stillSession)
 	const team, both = "?teamId=team_self", "?teamId=team_self&projectId=prj_self"
-	var got bytes.Buffer
-	for _, try := range []struct{ method, path, body string }{
+	return [][3]string{
 		{"POST", "/api/v3/sandboxes" + team, `{"projectId":"prj_self","ports":[],"timeout":120000,"resources":{"vcpus":2},"name":"drv","env":{"BASEVAR":"b"},"tags":{"env":"test"},"region":"sfo1"}`},
 		{"POST", "/api/v3/sandboxes" + team, `{"projectId":"prj_self","ports":[3000,8080]}`},
 		{"GET", "/api/v2/sandboxes" + team + "&project=prj_self&limit=1&sortBy=name&namePrefix=drv-&tags=a%3Ab", ""},
@@ -196,11 +193,20 @@ func TestGoldenWire(t *testing.T) {
 		{"POST", v1 + "/" + string(stillCommand) + "/kill" + team, `{"signal":2}`},
 		{"POST", v1 + "/extend-timeout" + team, `{"duration":60000}`},
 		{"POST", v1 + "/stop" + team, ""},
-	} {
-		res, body := s.call(t, try.method, try.path, try.body)
-		fmt.Fprintf(&got, "%s %s\n", try.method, strings.TrimPrefix(try.path, "/api"))
-		if try.body != "" {
-			fmt.Fprintf(&got, "> %s\n", try.body)
+	}
+}
+
+// TestGoldenWire sends each captured request of the SDK and compares the whole
+// answer. A change of the file is a change of the wire.
+func TestGoldenWire(t *testing.T) {
+	s := start(t, still{})
+	var got bytes.Buffer
+	for _, try := range captured() {
+		method, path, sent := try[0], try[1], try[2]
+		res, body := s.call(t, method, path, sent)
+		fmt.Fprintf(&got, "%s %s\n", method, strings.TrimPrefix(path, "/api"))
+		if sent != "" {
+			fmt.Fprintf(&got, "> %s\n", sent)
 		}
 		fmt.Fprintf(&got, "%d %s\n", res.StatusCode, res.Header.Get("Content-Type"))
 		for line := range strings.Lines(body) {

@@ -1,6 +1,7 @@
 // Drives a server through the official SDK 2.x or 3.x, unmodified. Usage:
 // SDK_DIR=… BASE=http://… node v3.mjs
 import assert from "node:assert/strict";
+import { randomBytes } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
@@ -255,9 +256,15 @@ await check("stop, then resume by itself", async () => {
   assert.equal(await (await box.runCommand("echo", ["again"])).stdout(), "again\n");
   assert.equal(resumed, 1);
   assert.notEqual(box.currentSession().sessionId, first);
+  // An upload that is refused midway is heard, and sent once more.
+  await box.stop();
+  const big = randomBytes(20_000_000);
+  await box.writeFiles([{ path: "big", content: big }]);
+  assert.equal(resumed, 2);
+  assert.ok((await box.readFileToBuffer({ path: "big" })).equals(big));
   const sessions = [];
   for await (const s of await box.listSessions({ limit: 1 })) sessions.push(s.id);
-  assert.equal(sessions.length, 2);
+  assert.equal(sessions.length, 3);
   assert.ok(sessions.includes(first));
   await box.delete();
   await assert.rejects(Sandbox.get({ ...auth, name: box.name }), status(404));
