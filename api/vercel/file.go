@@ -89,19 +89,22 @@ func (c *call) writeFiles() error {
 		return cloche.Errorf(cloche.CodeInvalid, "a path has at most %d bytes", cloche.MaxPathLen)
 	}
 	body := &idleReader{rc: http.NewResponseController(c.w), r: c.r.Body}
-	return c.slowly(true, func(ctx context.Context) (any, error) {
-		err := c.Service.WriteFiles(ctx, c.who, id, w, body)
-		// A client hears the answer only once it has sent everything: one
-		// that is cut off while it sends sees a broken connection, and
-		// repeats the whole.
-		if derr := body.drain(); err == nil && derr != nil {
-			err = cloche.Errorf(cloche.CodeInvalid, "the request body broke off")
-		}
-		if err != nil {
+	err = c.slowly(true, func(ctx context.Context) (any, error) {
+		if err := c.Service.WriteFiles(ctx, c.who, id, w, body); err != nil {
 			return nil, err
+		}
+		if err := body.drain(); err != nil { // what follows the archive
+			return nil, cloche.Errorf(cloche.CodeInvalid, "the request body broke off")
 		}
 		return struct{}{}, nil
 	})
+	if err != nil && c.w.status == 0 {
+		// A client hears the answer only once it has sent everything: one
+		// that is cut off while it sends sees a broken connection, and
+		// repeats the whole instead of, say, resuming the sandbox.
+		_ = body.drain()
+	}
+	return err
 }
 
 // idleReader reads a body of any length from a client that may be slow but must

@@ -179,7 +179,9 @@ func TestReadThatFailsMidway(t *testing.T) {
 // TestRefusedWriteIsHeard: a client that is still sending hears why, because the
 // rest of what it sends is read.
 func TestRefusedWriteIsHeard(t *testing.T) {
-	s := start(t, files{write: func(io.Reader) error { return cloche.Errorf(cloche.CodeGone, "it has ended") }})
+	s := start(t, files{write: func(io.Reader) error { return cloche.Errorf(cloche.CodeGone, "it has ended") }}, func(c *Config) {
+		c.HeadersWithin = 20 * time.Millisecond // less than the upload takes
+	})
 	path := "/v2/sandboxes/sessions/" + anySession + "/fs/write"
 	res, body := s.send(t, s.request(t, "POST", path, pattern(32<<20), "Content-Type", "application/gzip"))
 	wantError(t, res, body, 410, cloche.CodeGone)

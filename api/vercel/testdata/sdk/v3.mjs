@@ -153,6 +153,10 @@ await check("a silent command survives", async () => {
   const r = await sandbox.runCommand("sh", ["-c", "sleep 1; echo late"]);
   assert.equal(await r.stdout(), "late\n");
 });
+await check("a wait for longer than headers may take", async () => {
+  const cmd = await sandbox.runCommand({ cmd: "sleep", args: ["1.5"], detached: true });
+  assert.equal((await cmd.wait()).exitCode, 0);
+});
 await check("command timeout", async () => {
   const r = await sandbox.runCommand({ cmd: "sleep", args: ["30"], timeoutMs: 200 });
   assert.equal(r.exitCode, 137);
