@@ -27,6 +27,7 @@ type fakeNode struct {
 	env     map[string]string // of the latest start
 	onStart func(context.Context, cloche.Session) error
 	onStop  func(context.Context, cloche.SessionID) error
+	deaf    bool // Start does not notice the end of its context
 	dead    bool // every call fails: the process is gone
 }
 
@@ -54,13 +55,14 @@ func (n *fakeNode) Start(ctx context.Context, s cloche.Session, env map[string]s
 	}
 	n.mu.Lock()
 	n.env = env
+	deaf := n.deaf
 	n.mu.Unlock()
 	if hook != nil {
 		if err := hook(ctx, s); err != nil {
 			return err
 		}
 	}
-	if ctx.Err() != nil {
+	if ctx.Err() != nil && !deaf {
 		return ctx.Err()
 	}
 	return os.WriteFile(n.file(s.ID), nil, 0o600)
@@ -227,13 +229,29 @@ func newRig(t testing.TB, cfg Config) *rig {
 	if cfg.Log == nil {
 		cfg.Log = quiet()
 	}
-	r := &rig{t: t, dir: t.TempDir(), cfg: cfg}
+	r := &rig{t: t, dir: scratch(t), cfg: cfg}
 	if err := os.Mkdir(filepath.Join(r.dir, "machines"), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	r.open()
 	t.Cleanup(r.close)
 	return r
+}
+
+// scratch is a directory in memory if the host has one: a test that kills a
+// process needs no disk, and each commit is an fsync.
+func scratch(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "cloche-test-")
+	if err != nil {
+		return t.TempDir()
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
 }
 
 // openStore opens the store of a data directory as the wiring does.

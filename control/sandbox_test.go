@@ -214,6 +214,38 @@ func TestClientThatGoesAwayHasMadeNothingAndCanRetryAtOnce(t *testing.T) {
 	checkConverged(t, r.store, r.node)
 }
 
+func TestClientThatGoesAwayAtTheLastMomentHasMadeNothing(t *testing.T) {
+	r := newRig(t, Config{})
+	ctx, cancel := context.WithCancel(t.Context())
+	r.node.set(func(n *fakeNode) {
+		n.deaf = true
+		n.onStart = func(context.Context, cloche.Session) error { cancel(); return nil }
+	})
+	_, err := r.CreateSandbox(ctx, me, cloche.CreateSandbox{Name: "box"})
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("CreateSandbox: %v", err)
+	}
+	_, _, err = r.GetSandbox(t.Context(), me, "box", false)
+	wantCode(t, err, cloche.CodeNotFound)
+	checkConverged(t, r.store, r.node)
+}
+
+func TestResumeGoesOnWithoutItsClient(t *testing.T) {
+	r := newRig(t, Config{})
+	v := r.create("box")
+	if _, err := r.StopSession(t.Context(), me, v.Session.ID); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	r.node.set(func(n *fakeNode) {
+		n.onStart = func(context.Context, cloche.Session) error { cancel(); return nil }
+	})
+	if _, resumed, err := r.GetSandbox(ctx, me, "box", true); err != nil || !resumed {
+		t.Errorf("resume: %v, %v", resumed, err)
+	}
+	checkConverged(t, r.store, r.node)
+}
+
 func TestConcurrentResumesMakeOneSession(t *testing.T) {
 	r := newRig(t, Config{})
 	v := r.create("box")
