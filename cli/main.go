@@ -29,6 +29,9 @@ const (
 // exitPipe is what a process that SIGPIPE ended has: 128 and 13.
 const exitPipe = 141
 
+// exitNoCommand is what a sandbox answers for an executable that is not there.
+const exitNoCommand = 127
+
 // Env is what a command sees of the process: bound for every Run method.
 type Env struct {
 	Stdin  io.Reader
