@@ -3,7 +3,6 @@ package cli
 import (
 	"archive/tar"
 	"bufio"
-	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"io"
@@ -538,10 +537,7 @@ func (f *fake) write(w http.ResponseWriter, r *http.Request) {
 	if f.box(w, r) == nil {
 		return
 	}
-	gz, err := gzip.NewReader(r.Body)
-	if err == nil {
-		err = untar(tar.NewReader(gz), r.Header.Get("X-Cwd"))
-	}
+	err := untar(tar.NewReader(r.Body), r.Header.Get("X-Cwd"))
 	_, drained := io.Copy(io.Discard, r.Body)
 	if err = errors.Join(err, drained); err != nil {
 		refuse(w, http.StatusBadRequest, cloche.CodeInvalid, err.Error())

@@ -2,7 +2,6 @@ package cli
 
 import (
 	"archive/tar"
-	"compress/gzip"
 	"context"
 	"errors"
 	"fmt"
@@ -130,10 +129,8 @@ func (j *copying) uploadBatch(ctx context.Context, next func() (local, bool)) (m
 	r, w := io.Pipe()
 	done := make(chan error, 1)
 	go func() {
-		gz := gzip.NewWriter(w)
 		var err error
-		more, err = j.archive(gz, next, maxBatch)
-		err = errors.Join(err, gz.Close())
+		more, err = j.archive(w, next, maxBatch)
 		w.CloseWithError(err)
 		done <- err
 	}()

@@ -366,7 +366,7 @@ func TestWriteFilesStreams(t *testing.T) {
 		_, _ = io.ReadFull(r.Body, first[:])
 		got <- string(first[:]) // before the rest is written
 		rest, _ := io.ReadAll(r.Body)
-		if string(rest) != "rest" || r.Header.Get("X-Cwd") != "/d" || r.Header.Get("Content-Type") != "application/gzip" {
+		if string(rest) != "rest" || r.Header.Get("X-Cwd") != "/d" || r.Header.Get("Content-Type") != "application/x-tar" {
 			t.Errorf("%q %v", rest, r.Header)
 		}
 		io.WriteString(w, "{}")
