@@ -9,6 +9,7 @@ import (
 	"path"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 
 	"github.com/dustin/go-humanize"
@@ -72,18 +73,29 @@ type copying struct {
 	env     *Env
 	session client.Session
 	bytes   atomic.Int64 // of contents, so far
-	bad     int          // entries that were reported
 	clear   func()       // ends the progress line; may be nil
+	links   bool         // whoever unpacks makes links
+
+	mu  sync.Mutex
+	bad int // entries that were reported; guarded by mu
 }
 
-// entry reports an entry that is left out, or not whole. It is called from one
-// goroutine at a time.
+// entry reports an entry that is left out, or not whole.
 func (j *copying) entry(name string, err error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
 	if j.clear != nil {
 		j.clear()
 	}
 	j.bad++
 	fmt.Fprintf(j.env.Stderr, "cloche: %s: %v\n", printable(name), cause(err))
+}
+
+// reported is the number of entries that were reported.
+func (j *copying) reported() int {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.bad
 }
 
 // cause drops the path from a file system error: the report has one already.
@@ -101,8 +113,8 @@ func cause(err error) error {
 
 // result is the error of the whole copy.
 func (j *copying) result(err error) error {
-	if err == nil && j.bad > 0 {
-		return fmt.Errorf("%d of the entries could not be copied, the others were", j.bad)
+	if n := j.reported(); err == nil && n > 0 {
+		return fmt.Errorf("%d of the entries could not be copied, the others were", n)
 	}
 	return err
 }

@@ -134,7 +134,7 @@ func (j *copying) runTar(ctx context.Context, run client.Run) error {
 	switch *cmd.ExitCode {
 	case 0:
 		return nil
-	case 127:
+	case exitNoCommand:
 		return errors.New("the sandbox's image has no tar, which a copy of a directory needs; copy its files one by one")
 	}
 	for note := range strings.Lines(notes.String()) {
@@ -142,7 +142,7 @@ func (j *copying) runTar(ctx context.Context, run client.Run) error {
 			j.entry("in the sandbox", errors.New(printable(note)))
 		}
 	}
-	if j.bad == 0 {
+	if j.reported() == 0 {
 		return fmt.Errorf("tar in the sandbox: exit code %d", *cmd.ExitCode)
 	}
 	return nil
@@ -206,6 +206,9 @@ func (j *copying) make(root *os.Root, name string, h *tar.Header, content io.Rea
 	if err := root.MkdirAll(path.Dir(name), 0o755); err != nil {
 		return err
 	}
+	if sparse(h) {
+		return errors.New("a sparse file, which may be of any size")
+	}
 	switch h.Typeflag {
 	case tar.TypeDir:
 		return makeDir(root, name)
@@ -224,10 +227,19 @@ func (j *copying) make(root *os.Root, name string, h *tar.Header, content io.Rea
 			return err
 		}
 		return root.Link(path.Clean(h.Linkname), name)
-	case tar.TypeGNUSparse:
-		return errors.New("a sparse file, which may be of any size")
 	}
 	return errors.New("neither a file, a directory nor a link")
+}
+
+// sparse reports whether an entry's holes are not in the archive: a few bytes of
+// it would fill the disk.
+func sparse(h *tar.Header) bool {
+	for k := range h.PAXRecords {
+		if strings.HasPrefix(k, "GNU.sparse.") {
+			return true
+		}
+	}
+	return h.Typeflag == tar.TypeGNUSparse
 }
 
 // makeDir makes a directory that we can write into, for now.

@@ -3,7 +3,6 @@ package cli
 import (
 	"archive/tar"
 	"bufio"
-	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"io"
@@ -538,10 +537,7 @@ func (f *fake) write(w http.ResponseWriter, r *http.Request) {
 	if f.box(w, r) == nil {
 		return
 	}
-	gz, err := gzip.NewReader(r.Body)
-	if err == nil {
-		err = untar(tar.NewReader(gz), r.Header.Get("X-Cwd"))
-	}
+	err := untar(tar.NewReader(r.Body), r.Header.Get("X-Cwd"))
 	_, drained := io.Copy(io.Discard, r.Body)
 	if err = errors.Join(err, drained); err != nil {
 		refuse(w, http.StatusBadRequest, cloche.CodeInvalid, err.Error())
@@ -567,8 +563,7 @@ func untar(tr *tar.Reader, dir string) error {
 		case tar.TypeDir:
 			err = os.MkdirAll(p, fs.FileMode(h.Mode).Perm())
 		case tar.TypeSymlink:
-			_ = os.Remove(p)
-			err = os.Symlink(h.Linkname, p)
+			return errors.New("a link in the archive is neither a file nor a directory")
 		default:
 			var f *os.File
 			if f, err = os.OpenFile(p, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, fs.FileMode(h.Mode).Perm()); err == nil {

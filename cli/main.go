@@ -26,8 +26,15 @@ const (
 	ExitOwn    = 125 // run and exec: cloche failed, not the command
 )
 
+// exitInterrupted is what a shell gives to a process that Ctrl-C ended: 128 and
+// SIGINT's number.
+const exitInterrupted = 130
+
 // exitPipe is what a process that SIGPIPE ended has: 128 and 13.
 const exitPipe = 141
+
+// exitNoCommand is what a sandbox answers for an executable that is not there.
+const exitNoCommand = 127
 
 // Env is what a command sees of the process: bound for every Run method.
 type Env struct {
@@ -106,8 +113,8 @@ Try it: cloche run --rm -- echo hello`
 
 // Main runs the command line args, without the program's name, and returns the
 // exit code. environ has the form of os.Environ. The commands of extra are part
-// of the grammar. It handles signals only while a command runs in a sandbox; at
-// other times the caller's ctx says when to give up.
+// of the grammar. The end of ctx ends everything but run and exec: while a command
+// runs in a sandbox, signals are handled here and go to the command.
 func Main(ctx context.Context, args, environ []string, stdin io.Reader, stdout, stderr io.Writer, extra ...Command) int {
 	env := &Env{Stdin: stdin, Stdout: stdout, Stderr: stderr, Getenv: lookup(environ)}
 	parser, err := newParser(ctx, env, extra)
@@ -217,6 +224,10 @@ func report(env *Env, err error, own int) int {
 		if exit.Err == nil {
 			return code
 		}
+	}
+	if errors.Is(err, context.Canceled) {
+		fmt.Fprintln(env.Stderr, "cloche: interrupted")
+		return exitInterrupted
 	}
 	fmt.Fprintf(env.Stderr, "cloche: %v\n", err)
 	if hint := nextStep(err); hint != "" {

@@ -123,6 +123,7 @@ func (r *runCmd) Run(ctx context.Context, env *Env) error {
 	defer c.Close()
 	signals := catchSignals()
 	defer signals.Close()
+	ctx = context.WithoutCancel(ctx) // a signal may end it, and they are ours now
 
 	// Nothing that was made may be left behind unseen: a signal waits until
 	// the answer is there, and with it the name. A second one gives up.
@@ -166,12 +167,12 @@ func (r *runCmd) sandbox(ctx context.Context, env *Env, c *client.Client, reques
 	return view, err
 }
 
-// end does what --rm and --stop ask for, also when ctx has ended.
+// end does what --rm and --stop ask for.
 func (r *runCmd) end(ctx context.Context, env *Env, c *client.Client, view client.View) error {
 	if !r.Rm && !r.Stop {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanupTime)
+	ctx, cancel := context.WithTimeout(ctx, cleanupTime)
 	defer cancel()
 	p := startProgress(env, "stopping "+view.Sandbox.Name, nil)
 	defer p.Done()
@@ -232,7 +233,8 @@ func (e *execCmd) Run(ctx context.Context, env *Env) error {
 	}
 	signals := catchSignals()
 	defer signals.Close()
-	return foreground(ctx, env, c, view.Session.ID, request, signals)
+	// A signal may end ctx, and they are ours now.
+	return foreground(context.WithoutCancel(ctx), env, c, view.Session.ID, request, signals)
 }
 
 // getSandbox checks the name before it asks for the sandbox.

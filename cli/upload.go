@@ -2,7 +2,6 @@ package cli
 
 import (
 	"archive/tar"
-	"compress/gzip"
 	"context"
 	"errors"
 	"fmt"
@@ -14,6 +13,8 @@ import (
 	"path/filepath"
 	"strings"
 	"time"
+
+	"github.com/cloche-dev/cloche/client"
 )
 
 // maxBatch is the number of entries that are sent in one request. A server
@@ -39,16 +40,59 @@ func (j *copying) upload(ctx context.Context, source, target string) error {
 		}
 		abs = path.Join(abs, filepath.Base(real))
 	}
-	next, stop := iter.Pull(j.tree(source, strings.TrimPrefix(abs, "/"), info))
+	base := strings.TrimPrefix(abs, "/")
+	// The file, or the top of the tree with what is above it.
+	top := []local{{source, base, info}}
+	if _, err := j.uploadBatch(ctx, func() (e local, ok bool) {
+		if len(top) > 0 {
+			e, ok, top = top[0], true, nil
+		}
+		return e, ok
+	}); err != nil || !info.IsDir() {
+		return err
+	}
+	// tar in the sandbox goes on after an entry that it cannot make, and makes
+	// links. Without it the server unpacks, and stops there.
+	probe, err := j.c.Run(ctx, j.session.ID, client.Run{Command: "tar", Args: []string{"--version"}})
+	if err != nil {
+		return err
+	}
+	if *probe.ExitCode != exitNoCommand {
+		return j.uploadTree(ctx, source, abs)
+	}
+	next, stop := iter.Pull(j.tree(source, base))
 	defer stop()
 	for more := true; more; {
-		more, err = j.uploadBatch(ctx, next)
-		if err != nil {
+		if more, err = j.uploadBatch(ctx, next); err != nil {
 			return err
 		}
 	}
 	return nil
 }
+
+// uploadTree unpacks a tree with tar, in the directory abs.
+func (j *copying) uploadTree(ctx context.Context, source, abs string) error {
+	j.links = true
+	next, stop := iter.Pull(j.tree(source, ""))
+	defer stop()
+	r, w := io.Pipe()
+	done := make(chan error, 1)
+	go func() {
+		_, err := j.archive(w, next, -1)
+		w.CloseWithError(err)
+		done <- err
+	}()
+	// -o: everything belongs to the user of the sandbox, also if that is root.
+	err := j.runTar(ctx, client.Run{Command: "tar", Args: []string{"-x", "-p", "-o", "-f", "-", "-C", abs}, Stdin: r})
+	r.CloseWithError(errStopped)
+	if archiveErr := <-done; err == nil && j.reported() == 0 {
+		err = archiveErr
+	}
+	return err
+}
+
+// errStopped is why there is no use in writing more of an archive.
+var errStopped = errors.New("the archive is not read to its end")
 
 // local is an entry to be sent.
 type local struct {
@@ -57,33 +101,21 @@ type local struct {
 	info fs.FileInfo
 }
 
-// tree yields an entry and all below it, each directory before what is in it.
-// What cannot be read is reported and left out. A link at the top is followed,
-// those below are copied as they are.
-func (j *copying) tree(source, name string, info fs.FileInfo) iter.Seq[local] {
+// tree yields what is below source, each directory before what is in it, with
+// names below base. What cannot be read is reported and left out. Links are
+// yielded as they are.
+func (j *copying) tree(source, base string) iter.Seq[local] {
 	return func(yield func(local) bool) {
-		if !info.IsDir() {
-			yield(local{source, name, info})
-			return
-		}
 		_ = filepath.WalkDir(source, func(p string, d fs.DirEntry, err error) error {
-			if err != nil {
-				j.entry(p, err) // for a directory this is its second call
-				return nil
+			var info fs.FileInfo
+			rel, relErr := filepath.Rel(source, p)
+			if err = errors.Join(err, relErr); err == nil && rel != "." {
+				info, err = d.Info()
 			}
-			rel, err := filepath.Rel(source, p)
-			if err != nil {
-				j.entry(p, err)
-				return nil
-			}
-			info := info
-			if rel != "." {
-				if info, err = d.Info(); err != nil {
-					j.entry(p, err)
-					return nil
-				}
-			}
-			if !yield(local{p, strings.TrimPrefix(path.Join(name, filepath.ToSlash(rel)), "/"), info}) {
+			switch {
+			case err != nil:
+				j.entry(p, err) // of a directory this is the second call
+			case rel != "." && !yield(local{p, path.Join(base, filepath.ToSlash(rel)), info}):
 				return fs.SkipAll
 			}
 			return nil
@@ -91,41 +123,38 @@ func (j *copying) tree(source, name string, info fs.FileInfo) iter.Seq[local] {
 	}
 }
 
-// uploadBatch sends up to maxBatch entries, and says whether there may be more.
+// uploadBatch lets the server unpack up to maxBatch entries, and says whether
+// there may be more.
 func (j *copying) uploadBatch(ctx context.Context, next func() (local, bool)) (more bool, err error) {
 	r, w := io.Pipe()
 	done := make(chan error, 1)
 	go func() {
 		var err error
-		more, err = j.archive(w, next)
+		more, err = j.archive(w, next, maxBatch)
 		w.CloseWithError(err)
 		done <- err
 	}()
 	err = j.c.WriteFiles(ctx, j.session.ID, "/", r)
-	r.CloseWithError(errors.New("the server has stopped reading"))
+	r.CloseWithError(errStopped)
 	if archiveErr := <-done; err == nil {
 		err = archiveErr
 	}
 	return more, err
 }
 
-// archive writes a batch as tar.gz.
-func (j *copying) archive(w io.Writer, next func() (local, bool)) (more bool, err error) {
-	gz, err := gzip.NewWriterLevel(w, gzip.BestSpeed)
-	if err != nil {
-		return false, err
-	}
-	tw := tar.NewWriter(gz)
-	for range maxBatch {
+// archive writes up to limit entries as a tar stream; a negative limit is none.
+func (j *copying) archive(w io.Writer, next func() (local, bool), limit int) (more bool, err error) {
+	tw := tar.NewWriter(w)
+	for n := 0; n != limit; n++ {
 		e, ok := next()
 		if !ok {
-			return false, errors.Join(tw.Close(), gz.Close())
+			return false, tw.Close()
 		}
 		if err := j.add(tw, e); err != nil {
 			return false, err
 		}
 	}
-	return true, errors.Join(tw.Close(), gz.Close())
+	return true, tw.Close()
 }
 
 // add writes one entry. Its error is one of the archive; what is wrong with the
@@ -141,10 +170,13 @@ func (j *copying) add(tw *tar.Writer, e local) error {
 	switch mode := e.info.Mode(); {
 	case mode.IsDir():
 		if h.Name == "" {
-			return nil // the root, which is there
+			return nil // the root of the sandbox, which is there
 		}
 		h.Typeflag, h.Name = tar.TypeDir, h.Name+"/"
 		return tw.WriteHeader(h)
+	case mode&fs.ModeSymlink != 0 && !j.links:
+		j.entry(e.path, errors.New("a link, which takes tar in the sandbox's image"))
+		return nil
 	case mode&fs.ModeSymlink != 0:
 		link, err := os.Readlink(e.path)
 		if err != nil {

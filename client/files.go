@@ -12,16 +12,17 @@ import (
 	"github.com/cloche-dev/cloche"
 )
 
-// WriteFiles unpacks a gzip-compressed tar stream in the session, names
+// WriteFiles unpacks a tar stream in the session, names
 // relative to dir, which is an absolute path. Missing parents are made and
 // existing files replaced. It returns once everything is in place, and uses
 // constant memory. An entry that the server refuses fails the whole call.
-func (c *Client) WriteFiles(ctx context.Context, id cloche.SessionID, dir string, tarGz io.Reader) error {
-	req, err := c.request(ctx, call{method: http.MethodPost, path: sessionPath(id) + "/fs/write"}, tarGz)
+func (c *Client) WriteFiles(ctx context.Context, id cloche.SessionID, dir string, archive io.Reader) error {
+	req, err := c.request(ctx, call{method: http.MethodPost, path: sessionPath(id) + "/fs/write"}, archive)
 	if err != nil {
 		return err
 	}
-	req.Header.Set("Content-Type", "application/gzip")
+	// An extra of ours: other clients compress.
+	req.Header.Set("Content-Type", "application/x-tar")
 	req.Header.Set("X-Cwd", dir)
 	resp, err := c.stream(req)
 	if err != nil {
