@@ -35,7 +35,8 @@ import (
 type Records interface {
 	PutImage(ctx context.Context, img cloche.Image) error
 	Images(ctx context.Context) ([]cloche.Image, error)
-	// DeleteImage of an image that is not there is success.
+	// DeleteImage of an image that is not there is CodeNotFound, of one that is
+	// in use CodeConflict.
 	DeleteImage(ctx context.Context, id cloche.ImageID) error
 }
 
@@ -180,8 +181,9 @@ func (l *Library) Tree(_ context.Context, id cloche.ImageID) (string, error) {
 	return path, nil
 }
 
-// Remove takes an image away: the record, then the tree. The caller makes sure
-// that no sandbox uses it. An image that is not there is success.
+// Remove takes an image away: the record, which the store refuses with
+// CodeConflict while a sandbox uses it, then the tree. An image that is not
+// there is CodeNotFound.
 func (l *Library) Remove(ctx context.Context, id cloche.ImageID) error {
 	if !id.Valid() {
 		return cloche.Errorf(cloche.CodeInvalid, "%q is not an image id", id)
@@ -193,10 +195,8 @@ func (l *Library) Remove(ctx context.Context, id cloche.ImageID) error {
 	}
 	failpoint.Here("image/remove/after-record")
 	gone := filepath.Join(l.dir, goneDir+string(id))
-	if err := os.Rename(filepath.Join(l.dir, string(id)), gone); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
+	err := os.Rename(filepath.Join(l.dir, string(id)), gone)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // a record without a tree
 		return fmt.Errorf("remove image %s: %w", id, err)
 	}
 	failpoint.Here("image/remove/after-rename")
