@@ -99,3 +99,42 @@ func TestF1_SizesRoundTrip(t *testing.T) {
 		}
 	}
 }
+
+func BenchmarkFiles(b *testing.B) {
+	c := benchmarkClient(b)
+	const size = 100 << 20
+	var head bytes.Buffer
+	tw := tar.NewWriter(&head)
+	if err := tw.WriteHeader(&tar.Header{Name: "big", Mode: 0o644, Size: size}); err != nil {
+		b.Fatal(err)
+	}
+	b.Run("write", func(b *testing.B) {
+		b.SetBytes(size)
+		for b.Loop() {
+			body := io.MultiReader(bytes.NewReader(head.Bytes()), io.LimitReader(zeros{}, size+1024))
+			if _, err := c.WriteFiles(b.Context(), guest.FileRequest{}, body); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	b.Run("read", func(b *testing.B) {
+		b.SetBytes(size)
+		for b.Loop() {
+			_, r, err := c.ReadFile(b.Context(), guest.FileRequest{Path: []byte("big")})
+			if err != nil {
+				b.Fatal(err)
+			}
+			n, err := io.CopyBuffer(struct{ io.Writer }{io.Discard}, r, make([]byte, 256<<10))
+			if err != nil || n != size {
+				b.Fatal(n, err)
+			}
+			if err := r.Close(); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}
+
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }

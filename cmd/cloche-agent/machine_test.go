@@ -74,6 +74,7 @@ func prepare() error {
 		{filepath.Join(dir, "passwd"), "/etc/passwd", "", unix.MS_BIND, ""},
 		{filepath.Join(dir, "group"), "/etc/group", "", unix.MS_BIND, ""},
 		{filepath.Join(dir, "hosts"), "/etc/hosts", "", unix.MS_BIND, ""},
+		{filepath.Join(dir, "meminfo"), "/proc/meminfo", "", unix.MS_BIND, ""},
 		{"tmpfs", "/sys/fs/cgroup", "tmpfs", 0, ""},
 	}
 	if os.Getenv(envGroups) != "" {
@@ -93,10 +94,10 @@ func prepare() error {
 
 // machine is one agent that runs.
 type machine struct {
-	t    *testing.T
-	cmd  *exec.Cmd
-	log  *logBuffer
-	next int
+	t   testing.TB
+	cmd *exec.Cmd
+	log *logBuffer
+	dir string // files of the machine that the test writes
 }
 
 // logBuffer keeps what the agent logs.
@@ -132,9 +133,9 @@ func cgroupTree() string {
 }
 
 // newMachine starts an agent, with cgroups if the host has v2.
-func newMachine(t *testing.T) *machine { return startMachine(t, true) }
+func newMachine(t testing.TB) *machine { return startMachine(t, true) }
 
-func startMachine(t *testing.T, groups bool) *machine {
+func startMachine(t testing.TB, groups bool) *machine {
 	t.Helper()
 	if os.Getuid() != 0 {
 		t.Skip("SKIPPED TIER: needs root, to make namespaces for process 1")
@@ -148,7 +149,8 @@ func startMachine(t *testing.T, groups bool) *machine {
 	write("passwd", "root:x:0:0:root:/root:/bin/bash\nubuntu:x:1000:1000::/srv:/bin/bash\nother:x:1001:1001::/srv/other:/bin/sh\n")
 	write("group", "root:x:0:\nubuntu:x:1000:\nother:x:1001:\nshared:x:2000:ubuntu,other\n")
 	write("hosts", "127.0.0.1 localhost\n")
-	m := &machine{t: t, log: &logBuffer{}}
+	m := &machine{t: t, log: &logBuffer{}, dir: dir}
+	m.fakeMemory(1_000_000, 900_000)
 	m.cmd = exec.Command("/proc/self/exe")
 	m.cmd.Env = []string{envRole + "=prepare", envDir + "=" + dir, "GORACE=" + os.Getenv("GORACE"), "PATH=" + os.Getenv("PATH")}
 	m.cmd.Stdout, m.cmd.Stderr = m.log, m.log
@@ -195,7 +197,7 @@ func (m *machine) stop() {
 }
 
 // removeTree removes a cgroup with those below it, which are empty or about to be.
-func removeTree(t *testing.T, top string) {
+func removeTree(t testing.TB, top string) {
 	var dirs []string
 	err := filepath.WalkDir(top, func(p string, d os.DirEntry, err error) error {
 		if err == nil && d.IsDir() {
@@ -213,7 +215,7 @@ func removeTree(t *testing.T, top string) {
 }
 
 // eventually polls cond, which has no event to wait for.
-func eventually(t *testing.T, what string, cond func() bool) {
+func eventually(t testing.TB, what string, cond func() bool) {
 	t.Helper()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
@@ -305,7 +307,7 @@ func testConfig() guest.Config {
 }
 
 // configured starts a machine and configures it.
-func configured(t *testing.T) (*machine, *dial.Client) {
+func configured(t testing.TB) (*machine, *dial.Client) {
 	t.Helper()
 	m := newMachine(t)
 	c := m.client()
@@ -343,7 +345,7 @@ func collect(s *dial.Stream) (result, error) {
 }
 
 // exec runs a command to its end.
-func execute(t *testing.T, c *dial.Client, s guest.Start, stdin io.Reader) result {
+func execute(t testing.TB, c *dial.Client, s guest.Start, stdin io.Reader) result {
 	t.Helper()
 	st, err := c.Run(t.Context(), cloche.NewCommandID(), s, stdin)
 	if err != nil {
@@ -357,7 +359,7 @@ func execute(t *testing.T, c *dial.Client, s guest.Start, stdin io.Reader) resul
 }
 
 // sh runs a shell script as the default user and returns its standard output.
-func sh(t *testing.T, c *dial.Client, script string) result {
+func sh(t testing.TB, c *dial.Client, script string) result {
 	t.Helper()
 	return execute(t, c, guest.Start{Argv: []string{"/bin/sh", "-c", script}}, nil)
 }

@@ -114,8 +114,8 @@ func (g *cgroups) write(name, file, value string) error {
 
 func (g *cgroups) limit(memoryBytes int64, pids int) error {
 	var errs []error
-	if pids > 0 {
-		errs = append(errs, g.write(cgroupCommands, "pids.max", strconv.Itoa(pids)))
+	if pids > 0 && g.write(cgroupCommands, "pids.max", strconv.Itoa(pids)) != nil {
+		errs = append(errs, limitUsers(pids)) // a tree without the pids controller
 	}
 	if memoryBytes > 0 && g.memory {
 		// gVisor only shows it, and runtimes size themselves by it.

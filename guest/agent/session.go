@@ -20,8 +20,7 @@ const envCommand = "CLOCHE_COMMAND"
 
 // sessions makes groups where the machine has no cgroups of its own. A process
 // belongs to a command if its session, an ancestor or its first environment
-// says so; one that sheds all three at once is lost. RLIMIT_NPROC stands in for
-// pids.max.
+// says so; one that sheds all three at once is lost.
 type sessions struct {
 	mu     sync.Mutex
 	groups map[cloche.CommandID]*session
@@ -39,8 +38,13 @@ func (s *sessions) limit(_ int64, pids int) error {
 	if pids <= 0 {
 		return nil
 	}
-	// The agent has CAP_SYS_RESOURCE and is not held by it; its children,
-	// which inherit it, are, as far as they are not root.
+	return limitUsers(pids)
+}
+
+// limitUsers bounds the processes of each user but root, where pids.max cannot
+// bound all of them together. The agent has CAP_SYS_RESOURCE and is not held by
+// the limit; its children inherit it.
+func limitUsers(pids int) error {
 	n := uint64(pids)
 	return unix.Setrlimit(unix.RLIMIT_NPROC, &unix.Rlimit{Cur: n, Max: n})
 }
