@@ -92,6 +92,7 @@ const (
 	Window       = 1 << 20 // unacknowledged output of one command
 	StdinWindow  = 1 << 18 // input of one command sent ahead of its FrameStdinAck
 	MaxCommands  = 1024    // running or not forgotten, in one machine
+	MaxTransfers = 32      // reads and writes of files at the same time, in one machine
 	HelloTimeout = 10 * time.Second
 )
 
