@@ -14,6 +14,7 @@ import (
 	"os"
 	"runtime/debug"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -43,6 +44,8 @@ type Agent struct {
 	config   *guest.Config // nil until configured
 	commands map[cloche.CommandID]*command
 	stopping bool // Shutdown has begun: no new commands
+
+	transfers atomic.Int64 // reads and writes of files in progress
 
 	work sync.WaitGroup // goroutines of commands
 	left leftovers

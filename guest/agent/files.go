@@ -23,6 +23,17 @@ import (
 // each costs several system calls on its way, which are slow in gVisor.
 const fileBuffer = 256 << 10
 
+// takeTransfer takes one of the places for reads and writes of files: each has
+// buffers, and a write a thread. The host waits before it asks for too many;
+// waiting here would keep its data in windows that others need.
+func (a *Agent) takeTransfer() error {
+	if a.transfers.Add(1) > guest.MaxTransfers {
+		a.transfers.Add(-1)
+		return cloche.Errorf(cloche.CodeExhausted, "more than %d files are being read or written", guest.MaxTransfers)
+	}
+	return nil
+}
+
 // place is where a file request works and as whom.
 type place struct {
 	user account
@@ -69,8 +80,12 @@ func join(base, name string) (string, error) {
 func (a *Agent) serveRead(w http.ResponseWriter, r *http.Request) {
 	var f guest.FileRequest
 	err := decode(r.Body, &f)
+	if err == nil {
+		err = a.takeTransfer()
+	}
 	var file *os.File
 	if err == nil {
+		defer a.transfers.Add(-1)
 		file, err = a.openFile(f)
 	}
 	if err != nil {
@@ -253,9 +268,16 @@ func (a *Agent) serveWrite(w http.ResponseWriter, r *http.Request) {
 	if err == nil {
 		p, err = a.locate(f)
 	}
+	if err == nil {
+		err = a.takeTransfer()
+	}
 	var done guest.Written
 	if err == nil {
-		done, err = unpack(r.Body, f.Gzip, p)
+		defer a.transfers.Add(-1)
+		err = as(p.user, func() (err error) {
+			done, err = unpack(r.Body, f.Gzip, p.base)
+			return err
+		})
 	}
 	a.answer(w, r, done, err)
 }

@@ -21,13 +21,15 @@ import (
 )
 
 const (
-	maxLinks = 40        // symlinks followed at the end of a name, as in the kernel
-	tempName = ".cloche" // begins the name of a file that is being written
+	headerBuffer = 64 << 10
+	maxLinks     = 40        // symlinks followed at the end of a name, as in the kernel
+	tempName     = ".cloche" // begins the name of a file that is being written
 )
 
-// unpacker writes one tar stream below a place.
+// unpacker writes one tar stream below a base.
 type unpacker struct {
-	place
+	base string
+	buf  []byte // of file content
 	done guest.Written
 	// modes are of new directories that their owner could not write into: they
 	// are set at the end.
@@ -39,18 +41,20 @@ type dirMode struct {
 	mode fs.FileMode
 }
 
-// unpack extracts regular files and directories, in constant memory, with the
-// permissions of the place's user alone. A file appears under its name only when
-// it is complete. On an error earlier entries stay.
-func unpack(body io.Reader, gzipped bool, p place) (guest.Written, error) {
-	u := &unpacker{place: p}
-	var r io.Reader = bufio.NewReaderSize(body, fileBuffer)
+// unpack extracts regular files and directories, in constant memory. A file
+// appears under its name only when it is complete. On an error earlier entries
+// stay. It is to be called as the place's user, so that whatever the names and
+// the symlinks say, it reaches what the user can reach and no more.
+func unpack(body io.Reader, gzipped bool, base string) (guest.Written, error) {
+	u := &unpacker{base: base}
+	// Headers and padding are read in small pieces; content passes the buffer by.
+	var r io.Reader = bufio.NewReaderSize(body, headerBuffer)
 	if gzipped {
 		z, err := gzip.NewReader(r)
 		if err != nil {
 			return u.done, archiveError(err)
 		}
-		r = bufio.NewReaderSize(z, fileBuffer)
+		r = bufio.NewReaderSize(z, headerBuffer)
 	}
 	tr := tar.NewReader(r)
 	for entries := 0; ; entries++ {
@@ -104,17 +108,22 @@ func (u *unpacker) entry(h *tar.Header, content io.Reader) error {
 		if name == "" {
 			return nil
 		}
-		err = as(u.user, func() error { return u.directory(name, mode) })
+		err = u.directory(name, mode)
 	case tar.TypeReg:
 		if name == "" {
 			return cloche.Errorf(cloche.CodeInvalid, "a file without a name in the archive")
 		}
 		err = u.file(name, mode, h.Size, content)
 	}
-	if err != nil {
-		return fileError(name, err)
+	if err == nil {
+		return nil
 	}
-	return nil
+	err = fileError(name, err)
+	if cloche.ErrorCode(err) == cloche.CodeNotFound {
+		// What was missing was made, or its file system does not make files.
+		return cloche.Errorf(cloche.CodeInvalid, "%.256q: no file can be made there", name)
+	}
+	return err
 }
 
 // modeOf gives the 12 permission bits of a header as package fs has them.
@@ -161,7 +170,6 @@ func entryName(h *tar.Header) (string, error) {
 }
 
 // directory makes a directory and its parents. One that exists keeps its mode.
-// It runs as the user.
 func (u *unpacker) directory(name string, mode fs.FileMode) error {
 	made, err := makeAll(u.base, name)
 	if err != nil || !made {
@@ -222,38 +230,32 @@ func makeAll(base, name string) (made bool, err error) {
 }
 
 // file writes one file: under a temporary name beside it, and then into place.
-func (u *unpacker) file(name string, mode fs.FileMode, size int64, content io.Reader) (err error) {
-	var final, temp string
-	var f *os.File
-	err = as(u.user, func() error {
-		if final, err = u.target(name); err != nil {
-			return err
-		}
-		temp = dirOf(final) + "/" + tempName + rand.Text()
-		f, err = os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o600)
-		return err
-	})
+func (u *unpacker) file(name string, mode fs.FileMode, size int64, content io.Reader) error {
+	final, err := u.target(name)
 	if err != nil {
 		return err
 	}
-	err = fill(f, size, content)
-	return as(u.user, func() error {
-		if err == nil {
-			err = f.Chmod(mode)
-		}
-		if cerr := f.Close(); err == nil {
-			err = cerr
-		}
-		if err == nil {
-			err = os.Rename(temp, final)
-		}
-		if err != nil {
-			return errors.Join(err, ignoreMissing(os.Remove(temp)))
-		}
-		u.done.Files++
-		u.done.Bytes += size
-		return nil
-	})
+	temp := dirOf(final) + "/" + tempName + rand.Text()
+	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return err
+	}
+	err = u.fill(f, size, content)
+	if err == nil {
+		err = f.Chmod(mode)
+	}
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		err = os.Rename(temp, final)
+	}
+	if err != nil {
+		return errors.Join(err, ignoreMissing(os.Remove(temp)))
+	}
+	u.done.Files++
+	u.done.Bytes += size
+	return nil
 }
 
 // dirOf is the path up to its last slash, with every ".." left to the kernel.
@@ -272,16 +274,14 @@ func ignoreMissing(err error) error {
 }
 
 // fill writes exactly size bytes.
-func fill(f *os.File, size int64, content io.Reader) error {
-	if size == 0 {
-		return nil
+func (u *unpacker) fill(f *os.File, size int64, content io.Reader) error {
+	if u.buf == nil && size > 0 {
+		u.buf = make([]byte, fileBuffer)
 	}
-	buf := make([]byte, min(size, fileBuffer))
-	var done int64
-	for done < size {
-		n, err := io.ReadFull(content, buf[:min(int64(len(buf)), size-done)])
+	for done := int64(0); done < size; {
+		n, err := io.ReadFull(content, u.buf[:min(fileBuffer, size-done)])
 		if n > 0 {
-			if _, werr := f.Write(buf[:n]); werr != nil {
+			if _, werr := f.Write(u.buf[:n]); werr != nil {
 				return werr
 			}
 			done += int64(n)
@@ -294,7 +294,7 @@ func fill(f *os.File, size int64, content io.Reader) error {
 }
 
 // target makes the parents of name and gives the path that a write to it means:
-// where symlinks at its end lead. It runs as the user.
+// where symlinks at its end lead.
 func (u *unpacker) target(name string) (string, error) {
 	parent := path.Dir(name)
 	if parent == "." {
@@ -331,7 +331,7 @@ func (u *unpacker) target(name string) (string, error) {
 func (u *unpacker) finish() error {
 	for i := len(u.modes) - 1; i >= 0; i-- {
 		m := u.modes[i]
-		if err := as(u.user, func() error { return os.Chmod(m.path, m.mode) }); err != nil {
+		if err := os.Chmod(m.path, m.mode); err != nil {
 			return fileError(m.path, err)
 		}
 	}

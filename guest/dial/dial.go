@@ -30,10 +30,12 @@ const (
 	authority = "agent:80"
 
 	readBuffer      = 256 << 10 // of the connection
+	streamBuffer    = 1 << 20   // most that the agent sends ahead of a stream's reader
 	maxHeaders      = 64 << 10
-	pingAfter       = 30 * time.Second // of silence, the connection is probed
-	pingTimeout     = 30 * time.Second // for the answer
-	maxWelcomeField = 256              // bytes of the agent's name that reach the log
+	maxTransfers    = guest.MaxTransfers / 2 // ours: another client may be on its way out
+	pingAfter       = 30 * time.Second       // of silence, the connection is probed
+	pingTimeout     = 30 * time.Second       // for the answer
+	maxWelcomeField = 256                    // bytes of the agent's name that reach the log
 )
 
 // Client speaks to one agent. Its methods may be called concurrently. Errors are
@@ -47,6 +49,8 @@ type Client struct {
 	life  context.Context // ends with Close
 	end   context.CancelFunc
 	dials sync.WaitGroup
+
+	transfers chan struct{} // places for reads and writes of files
 
 	mu      sync.Mutex
 	conn    *http.ClientConn // nil = none
@@ -64,7 +68,7 @@ type dialing struct {
 // New returns a client that makes its connections with open, and names token in
 // each. It connects with the first call.
 func New(open func(context.Context) (net.Conn, error), token string, log *slog.Logger) *Client {
-	c := &Client{open: open, token: token, log: log}
+	c := &Client{open: open, token: token, log: log, transfers: make(chan struct{}, maxTransfers)}
 	c.life, c.end = context.WithCancel(context.Background())
 	return c
 }
@@ -160,11 +164,13 @@ func (c *Client) connect(ctx context.Context) (*http.ClientConn, error) {
 		DisableCompression:     true,
 		MaxResponseHeaderBytes: maxHeaders,
 		HTTP2: &http.HTTP2Config{
-			MaxReadFrameSize:              256 << 10,
-			MaxReceiveBufferPerConnection: 4<<20 - 1,
-			MaxReceiveBufferPerStream:     2 << 20,
-			SendPingTimeout:               pingAfter,
-			PingTimeout:                   pingTimeout,
+			// The window of the connection stays at its default, which is
+			// more than all streams can have: a reader that stops holds up
+			// its own stream and no other.
+			MaxReadFrameSize:          256 << 10,
+			MaxReceiveBufferPerStream: streamBuffer,
+			SendPingTimeout:           pingAfter,
+			PingTimeout:               pingTimeout,
 		},
 	}
 	t.Protocols.SetUnencryptedHTTP2(true)

@@ -10,10 +10,22 @@ import (
 	"io"
 	"net/http"
 	"strconv"
+	"sync"
 
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/guest"
 )
+
+// transfer waits for a place among the reads and writes of files; release gives
+// it back and may be called again.
+func (c *Client) transfer(ctx context.Context) (release func(), err error) {
+	select {
+	case c.transfers <- struct{}{}:
+		return sync.OnceFunc(func() { <-c.transfers }), nil
+	case <-ctx.Done():
+		return nil, unavailable("wait for other files", ctx.Err())
+	}
+}
 
 // ReadFile opens a file for reading. A missing one is CodeNotFound, a directory
 // or a device CodeInvalid. The reader fails, and does not end with io.EOF,
@@ -23,8 +35,13 @@ func (c *Client) ReadFile(ctx context.Context, f guest.FileRequest) (cloche.File
 	if err != nil {
 		return cloche.FileInfo{}, nil, cloche.Internal("make request to agent", err)
 	}
+	release, err := c.transfer(ctx)
+	if err != nil {
+		return cloche.FileInfo{}, nil, err
+	}
 	resp, err := c.do(ctx, http.MethodPost, "/v1/files/read", bytes.NewReader(body))
 	if err != nil {
+		release()
 		return cloche.FileInfo{}, nil, err
 	}
 	info := cloche.FileInfo{Size: -1}
@@ -36,18 +53,20 @@ func (c *Client) ReadFile(ctx context.Context, f guest.FileRequest) (cloche.File
 	}
 	mode, merr := strconv.ParseUint(resp.Header.Get(guest.HeaderMode), 8, 12)
 	if err = errors.Join(err, merr); err != nil {
+		release()
 		_ = resp.Body.Close() // nothing of it is wanted
 		return cloche.FileInfo{}, nil, unavailable("read agent's answer", err)
 	}
 	info.Mode = uint32(mode)
-	return info, &fileReader{resp: resp, left: info.Size, known: info.Size >= 0}, nil
+	return info, &fileReader{resp: resp, release: release, left: info.Size, known: info.Size >= 0}, nil
 }
 
 // fileReader checks the length and the trailer of a file.
 type fileReader struct {
-	resp  *http.Response
-	left  int64 // still due, if known
-	known bool
+	resp    *http.Response
+	release func()
+	left    int64 // still due, if known
+	known   bool
 }
 
 // Read implements io.Reader.
@@ -72,7 +91,10 @@ func (f *fileReader) Read(p []byte) (int, error) {
 }
 
 // Close implements io.Closer. It may be called at any time.
-func (f *fileReader) Close() error { return f.resp.Body.Close() }
+func (f *fileReader) Close() error {
+	defer f.release()
+	return f.resp.Body.Close()
+}
 
 // MakeDir makes one directory. One that exists is CodeConflict, a missing parent
 // CodeNotFound.
@@ -88,6 +110,11 @@ func (c *Client) WriteFiles(ctx context.Context, f guest.FileRequest, tar io.Rea
 	if err != nil {
 		return guest.Written{}, cloche.Internal("make request to agent", err)
 	}
+	release, err := c.transfer(ctx)
+	if err != nil {
+		return guest.Written{}, err
+	}
+	defer release()
 	src := &source{r: tar}
 	resp, err := c.do(ctx, http.MethodPost, "/v1/files/write?"+base64.RawURLEncoding.EncodeToString(q), src)
 	if serr := src.detach(); serr != nil && err != nil {
