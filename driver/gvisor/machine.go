@@ -83,18 +83,19 @@ func (m *machine) conclude(ctx context.Context) (driver.Exit, error) {
 	if err != nil {
 		return driver.Exit{}, err
 	}
-	data, err = writeOnce(filepath.Join(m.dir, fileEnd), data)
-	switch {
-	case err == nil:
-		if err := json.Unmarshal(data, &exit); err != nil {
-			return driver.Exit{}, fmt.Errorf("end of %s: %w", m.ID(), err)
-		}
-	case errors.Is(err, fs.ErrNotExist): // released by somebody else
-	default:
+	data, first, err := writeOnce(filepath.Join(m.dir, fileEnd), data)
+	if err == nil {
+		err = json.Unmarshal(data, &exit)
+	} else if errors.Is(err, fs.ErrNotExist) {
+		err = nil // released by somebody else
+	}
+	if err != nil {
 		return driver.Exit{}, fmt.Errorf("end of %s: %w", m.ID(), err)
 	}
+	if first {
+		m.d.log.InfoContext(ctx, "machine ended", "session", m.ID(), "cause", exit.Cause, "detail", exit.Detail)
+	}
 	m.exit = &exit
-	m.d.log.InfoContext(ctx, "machine ended", "session", m.ID(), "cause", exit.Cause, "detail", exit.Detail)
 	return exit, nil
 }
 

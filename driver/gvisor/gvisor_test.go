@@ -1,0 +1,44 @@
+package gvisor_test
+
+import (
+	"os"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/cloche-dev/cloche"
+	"github.com/cloche-dev/cloche/driver"
+	"github.com/cloche-dev/cloche/driver/drivertest"
+	"github.com/cloche-dev/cloche/driver/gvisor"
+)
+
+func TestMain(m *testing.M) {
+	gvisor.Dispatch()
+	os.Exit(m.Run())
+}
+
+func TestSuite(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("SKIPPED: the driver suite needs root")
+	}
+	if err := gvisor.Probe(t.Context(), "", ""); err != nil {
+		t.Skipf("SKIPPED: this host cannot run gVisor: %v", err)
+	}
+	agent := drivertest.Agent(t)
+	drivertest.Suite(t, drivertest.Config{
+		New: func(t testing.TB, dir string) driver.Driver {
+			d, err := gvisor.New(gvisor.Config{Dir: dir, AgentPath: agent})
+			if err != nil {
+				t.Fatal(err)
+			}
+			return d
+		},
+		Image:  drivertest.Image(t),
+		Limits: true,
+		Crash: func(t testing.TB, dir string, id cloche.SessionID) {
+			if err := unix.Kill(gvisor.SandboxPID(t, dir, id), unix.SIGKILL); err != nil {
+				t.Fatal(err)
+			}
+		},
+	})
+}
