@@ -23,6 +23,10 @@ const (
 	FrameStderr  FrameType = 18 // bytes
 	FrameExit    FrameType = 19 // cloche.Exit as JSON
 	FrameFailure FrameType = 20 // Failure as JSON
+
+	// FrameStdinAck is the credit for FrameStdin, 8 bytes, big endian: that
+	// many bytes of input have left the agent.
+	FrameStdinAck FrameType = 21
 )
 
 const frameHeader = 5
@@ -57,6 +61,19 @@ func WriteFrameJSON(w io.Writer, t FrameType, v any) error {
 	return WriteFrame(w, t, payload)
 }
 
+// AppendFrame appends one frame to b, for writers that gather several. The
+// payload must be within the bound of its type.
+func AppendFrame(b []byte, t FrameType, payload []byte) []byte {
+	b = append(b, byte(t))
+	b = binary.BigEndian.AppendUint32(b, uint32(len(payload)))
+	return append(b, payload...)
+}
+
+// AppendAck appends a FrameAck or FrameStdinAck to b.
+func AppendAck(b []byte, t FrameType, offset int64) []byte {
+	return AppendFrame(b, t, binary.BigEndian.AppendUint64(nil, uint64(offset)))
+}
+
 // WriteAck writes a FrameAck.
 func WriteAck(w io.Writer, offset int64) error {
 	var b [8]byte
@@ -64,7 +81,7 @@ func WriteAck(w io.Writer, offset int64) error {
 	return WriteFrame(w, FrameAck, b[:])
 }
 
-// ParseAck reads the payload of a FrameAck.
+// ParseAck reads the payload of a FrameAck or a FrameStdinAck.
 func ParseAck(payload []byte) (int64, error) {
 	if len(payload) != 8 {
 		return 0, fmt.Errorf("ack frame of %d bytes", len(payload))

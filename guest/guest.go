@@ -49,8 +49,8 @@
 // payload. Host to agent: FrameStart first (not on attach, which sends
 // FrameAck first: the offset it has), then FrameStdin…, FrameStdinEOF,
 // FrameResize, FrameAck. Agent to host: FrameStarted, then FrameStdout and
-// FrameStderr in order of arrival, then FrameExit, or FrameFailure if it could
-// not start, which ends the stream.
+// FrameStderr in order of arrival with FrameStdinAck between them, then
+// FrameExit, or FrameFailure if it could not start, which ends the stream.
 //
 // Output is counted: the offset of a byte is the number of bytes of both
 // streams before it. The agent keeps bytes until a FrameAck passes them, up to
@@ -59,6 +59,11 @@
 // offset of its FrameAck, or from the oldest byte that the agent still has if
 // that is later; FrameStarted says which. So a host that crashed loses nothing
 // and gets nothing twice.
+//
+// Input is counted too, because acknowledgements travel behind it on the same
+// stream: the host keeps at most StdinWindow bytes of FrameStdin ahead of the
+// last FrameStdinAck, so the agent never stops reading frames. On attach
+// Started.Stdin says how much of the input the agent has had.
 //
 // A command has ended when its first process has. What then is in its pipes is
 // sent; processes that it left behind live on, and their further output is
@@ -85,6 +90,7 @@ const (
 	MaxStart     = 4 << 20 // FrameStart alone: it carries argv and environment
 	MaxJSON      = 4 << 20 // any JSON body
 	Window       = 1 << 20 // unacknowledged output of one command
+	StdinWindow  = 1 << 18 // input of one command sent ahead of its FrameStdinAck
 	MaxCommands  = 1024    // running or not forgotten, in one machine
 	HelloTimeout = 10 * time.Second
 )
@@ -201,6 +207,7 @@ type Started struct {
 	StartedAt time.Time `json:"startedAt"`
 	WorkDir   string    `json:"workDir"` // absolute
 	Offset    int64     `json:"offset"`  // of the next output byte
+	Stdin     int64     `json:"stdin"`   // bytes of input received so far
 }
 
 // Status is the state of a command.
