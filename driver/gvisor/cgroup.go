@@ -52,6 +52,8 @@ type hierarchy interface {
 	stat(id cloche.SessionID) (usage, error)
 	remove(id cloche.SessionID) error
 	list() ([]string, error)
+	// tidy removes the parent if no machine is left in it.
+	tidy()
 }
 
 func openHierarchy(parent string) (hierarchy, error) {
@@ -235,6 +237,13 @@ func (v v1) list() ([]string, error) {
 	return all, nil
 }
 
+func (v v1) tidy() {
+	for _, c := range []string{"cpu", "cpuacct", "memory"} {
+		// Fails as it should while it has children.
+		_ = os.Remove(filepath.Join(cgroupRoot, c, v.parent))
+	}
+}
+
 type v2 struct{ parent string }
 
 func (v v2) path(id cloche.SessionID) string {
@@ -322,4 +331,8 @@ func (v v2) remove(id cloche.SessionID) error {
 
 func (v v2) list() ([]string, error) {
 	return children(filepath.Join(cgroupRoot, v.parent))
+}
+
+func (v v2) tidy() {
+	_ = os.Remove(filepath.Join(cgroupRoot, v.parent)) // fails as it should while it has children
 }

@@ -205,6 +205,7 @@ func (d *Driver) Remove(ctx context.Context, id cloche.SessionID) error {
 
 // Close implements driver.Driver. Machines go on.
 func (d *Driver) Close() error {
+	d.cgroups.tidy()
 	if err := d.userns.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
 		return err
 	}

@@ -1,6 +1,7 @@
 package gvisor_test
 
 import (
+	"fmt"
 	"os"
 	"testing"
 
@@ -14,16 +15,18 @@ import (
 
 func TestMain(m *testing.M) {
 	gvisor.Dispatch()
+	if arg := os.Getenv(childVar); arg != "" {
+		if err := child(arg); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
 	os.Exit(m.Run())
 }
 
 func TestSuite(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Skip("SKIPPED: the driver suite needs root")
-	}
-	if err := gvisor.Probe(t.Context(), "", ""); err != nil {
-		t.Skipf("SKIPPED: this host cannot run gVisor: %v", err)
-	}
+	needHost(t)
 	agent := drivertest.Agent(t)
 	drivertest.Suite(t, drivertest.Config{
 		New: func(t testing.TB, dir string) driver.Driver {
