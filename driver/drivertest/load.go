@@ -17,7 +17,7 @@ import (
 // testSize: the machine shows the size that was asked for, also one processor,
 // and more than the host has.
 func testSize(t *testing.T, e *env) {
-	if !e.c.Limits {
+	if !e.c.Isolates {
 		t.Skip("SKIPPED: this driver does not limit anything")
 	}
 	for _, size := range []struct{ vcpus, mib int }{{1, 256}, {3, 1024}, {e.d.Capabilities().MaxVCPUs, 512}} {

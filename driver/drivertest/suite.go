@@ -25,8 +25,11 @@ type Config struct {
 	// Image is the tree that machines run on; see the function Image.
 	Image string
 
-	// Limits is true if machines are bounded in CPU and memory, and show it.
-	Limits bool
+	// Isolates is true if machines have a kernel of their own, so that they
+	// are bounded in CPU and memory, show it, and end with their process 1,
+	// which root inside may kill. (Linux protects the process 1 of a PID
+	// namespace from those inside.) Only the fake does not.
+	Isolates bool
 
 	// Crash ends the machine from outside, as an administrator's kill -9 of
 	// its main process would.

@@ -61,7 +61,7 @@ func (m *machine) ends(ctx context.Context, err error) bool {
 	if m.alive() && !errors.As(err, &answered) && !errors.Is(err, errNotReady) {
 		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
-		_ = m.rec.Sandbox.wait(ctx) // whatever it says, alive is asked again
+		_ = m.rec.Sandbox.Wait(ctx) // whatever it says, alive is asked again
 	}
 	return !m.alive()
 }

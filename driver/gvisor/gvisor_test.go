@@ -36,8 +36,8 @@ func TestSuite(t *testing.T) {
 			}
 			return d
 		},
-		Image:  drivertest.Image(t),
-		Limits: true,
+		Image:    drivertest.Image(t),
+		Isolates: true,
 		Crash: func(t testing.TB, dir string, id cloche.SessionID) {
 			if err := unix.Kill(gvisor.SandboxPID(t, dir, id), unix.SIGKILL); err != nil {
 				t.Fatal(err)

@@ -44,7 +44,7 @@ func (m *machine) Wait(ctx context.Context) (driver.Exit, error) {
 		return *e, nil
 	}
 	if m.alive() {
-		if err := m.rec.Sandbox.wait(ctx); err != nil {
+		if err := m.rec.Sandbox.Wait(ctx); err != nil {
 			return driver.Exit{}, fmt.Errorf("wait for %s: %w", m.ID(), err)
 		}
 	}
@@ -57,7 +57,7 @@ func (m *machine) alive() bool {
 		return false
 	}
 	boot, err := bootID()
-	return err == nil && boot == m.rec.BootID && m.rec.Sandbox.alive()
+	return err == nil && boot == m.rec.BootID && m.rec.Sandbox.Alive()
 }
 
 func (m *machine) concluded() *driver.Exit {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/driver"
+	"github.com/cloche-dev/cloche/internal/process"
 )
 
 // Files in a machine's state directory, beside gVisor's own.
@@ -28,8 +29,8 @@ const (
 type record struct {
 	Spec    driver.Spec
 	BootID  string // of the host: after a reboot nothing of it is left
-	Sandbox process
-	Gofer   process
+	Sandbox process.Process
+	Gofer   process.Process
 }
 
 // load reads the record of id.
