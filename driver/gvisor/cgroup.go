@@ -59,7 +59,7 @@ type hierarchy interface {
 func openHierarchy(parent string) (hierarchy, error) {
 	switch mode := cgroups.Mode(); mode {
 	case cgroups.Unified:
-		return v2{parent}, nil
+		return v2{cgroupRoot, parent}, nil
 	case cgroups.Legacy, cgroups.Hybrid:
 		return v1{parent}, nil
 	default:
@@ -244,19 +244,19 @@ func (v v1) tidy() {
 	}
 }
 
-type v2 struct{ parent string }
+type v2 struct{ mount, parent string }
 
 func (v v2) path(id cloche.SessionID) string {
-	return filepath.Join(cgroupRoot, v.parent, string(id))
+	return filepath.Join(v.mount, v.parent, string(id))
 }
 
 func (v v2) load(id cloche.SessionID) (*cgroup2.Manager, error) {
-	return cgroup2.Load(filepath.Join(v.parent, string(id)))
+	return cgroup2.Load(filepath.Join(v.parent, string(id)), cgroup2.WithMountpoint(v.mount))
 }
 
 func (v v2) create(id cloche.SessionID, l limits) error {
 	quota, period := int64(l.vcpus)*cpuPeriod, uint64(cpuPeriod)
-	_, err := cgroup2.NewManager(cgroupRoot, filepath.Join(v.parent, string(id)), &cgroup2.Resources{
+	_, err := cgroup2.NewManager(v.mount, filepath.Join(v.parent, string(id)), &cgroup2.Resources{
 		CPU:    &cgroup2.CPU{Max: cgroup2.NewCPUMax(&quota, &period)},
 		Memory: &cgroup2.Memory{Max: &l.memoryBytes},
 	})
@@ -330,9 +330,9 @@ func (v v2) remove(id cloche.SessionID) error {
 }
 
 func (v v2) list() ([]string, error) {
-	return children(filepath.Join(cgroupRoot, v.parent))
+	return children(filepath.Join(v.mount, v.parent))
 }
 
 func (v v2) tidy() {
-	_ = os.Remove(filepath.Join(cgroupRoot, v.parent)) // fails as it should while it has children
+	_ = os.Remove(filepath.Join(v.mount, v.parent)) // fails as it should while it has children
 }
