@@ -28,9 +28,9 @@ const childVar = "CLOCHE_TEST_GVISOR_CHILD"
 
 // job is what a child process does, from start to end.
 type job struct {
-	Dir, Agent string
-	Spec       driver.Spec
-	Release    bool // after the start
+	Dir, Agent, Exe string
+	Spec            driver.Spec
+	Release         bool // after the start
 }
 
 // child is the life of a server in short. A failpoint kills it on the way.
@@ -40,7 +40,7 @@ func child(arg string) error {
 		return err
 	}
 	ctx := context.Background()
-	d, err := gvisor.New(gvisor.Config{Dir: j.Dir, AgentPath: j.Agent})
+	d, err := gvisor.New(gvisor.Config{Dir: j.Dir, AgentPath: j.Agent, Exe: j.Exe})
 	if err != nil {
 		return err
 	}
@@ -79,7 +79,7 @@ func failpoints(t *testing.T) []string {
 // TestKilledAtFailpoints kills a server at every failpoint. The next server
 // finds what is left, says how it ended or goes on with it, and removes it.
 func TestKilledAtFailpoints(t *testing.T) {
-	needHost(t)
+	exe := needHost(t)
 	agent, image := drivertest.Agent(t), drivertest.Image(t)
 	names := failpoints(t)
 	if len(names) < 10 {
@@ -87,7 +87,7 @@ func TestKilledAtFailpoints(t *testing.T) {
 	}
 	for _, name := range names {
 		t.Run(name, func(t *testing.T) {
-			j := newJob(t, agent, image)
+			j := newJob(t, agent, image, exe)
 			j.Release = !strings.HasPrefix(name, "gvisor/start/")
 			j.run(t, name)
 			j.checkRemove(t, name)
@@ -98,11 +98,11 @@ func TestKilledAtFailpoints(t *testing.T) {
 // TestKilledAtAnyTime kills a server, and nothing else, at many moments of a
 // start, so that what it has started goes on without it.
 func TestKilledAtAnyTime(t *testing.T) {
-	needHost(t)
+	exe := needHost(t)
 	agent, image := drivertest.Agent(t), drivertest.Image(t)
 	for delay := 5 * time.Millisecond; delay < 400*time.Millisecond; delay = delay * 4 / 3 {
 		t.Run(fmt.Sprint(delay), func(t *testing.T) {
-			j := newJob(t, agent, image)
+			j := newJob(t, agent, image, exe)
 			ctx, cancel := context.WithTimeout(t.Context(), delay)
 			defer cancel()
 			cmd := j.command(t, ctx, "")
@@ -115,19 +115,23 @@ func TestKilledAtAnyTime(t *testing.T) {
 	}
 }
 
-func needHost(t *testing.T) {
+// needHost skips the test where no machine can run, and returns what the driver
+// is to run again.
+func needHost(t *testing.T) (exe string) {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("SKIPPED: machines need root")
 	}
-	if err := gvisor.Probe(t.Context(), "", ""); err != nil {
+	exe = executable(t)
+	if err := gvisor.Probe(t.Context(), "", exe); err != nil {
 		t.Skipf("SKIPPED: this host cannot run gVisor: %v", err)
 	}
+	return exe
 }
 
-func newJob(t *testing.T, agent, image string) job {
+func newJob(t *testing.T, agent, image, exe string) job {
 	dir := t.TempDir()
-	j := job{Dir: filepath.Join(dir, "driver"), Agent: agent, Spec: driver.Spec{
+	j := job{Dir: filepath.Join(dir, "driver"), Agent: agent, Exe: exe, Spec: driver.Spec{
 		ID: cloche.NewSessionID(), Hostname: "box", VCPUs: 1, MemoryMiB: 256,
 		Root: driver.Root{Image: image, Top: filepath.Join(dir, "top")},
 	}}
@@ -162,7 +166,7 @@ func (j job) run(t *testing.T, point string) {
 // checkRemove is the next server.
 func (j job) checkRemove(t *testing.T, point string) {
 	ctx := t.Context()
-	d, err := gvisor.New(gvisor.Config{Dir: j.Dir, AgentPath: j.Agent})
+	d, err := gvisor.New(gvisor.Config{Dir: j.Dir, AgentPath: j.Agent, Exe: j.Exe})
 	if err != nil {
 		t.Fatal(err)
 	}

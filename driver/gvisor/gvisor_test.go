@@ -3,6 +3,8 @@ package gvisor_test
 import (
 	"fmt"
 	"os"
+	"os/exec"
+	"path/filepath"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -25,12 +27,34 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
+// executable is what the driver runs again: this test, or under the race
+// detector, which needs cgo, a static program made for it.
+func executable(t *testing.T) string {
+	t.Helper()
+	if !raceEnabled {
+		return ""
+	}
+	dir := t.TempDir()
+	src := filepath.Join(dir, "main.go")
+	text := "package main\n\nimport \"github.com/cloche-dev/cloche/driver/gvisor\"\n\nfunc main() { gvisor.Dispatch() }\n"
+	if err := os.WriteFile(src, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	exe := filepath.Join(dir, "exe")
+	cmd := exec.Command("go", "build", "-o", exe, src)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("build: %v\n%s", err, out)
+	}
+	return exe
+}
+
 func TestSuite(t *testing.T) {
-	needHost(t)
+	exe := needHost(t)
 	agent := drivertest.Agent(t)
 	drivertest.Suite(t, drivertest.Config{
 		New: func(t testing.TB, dir string) driver.Driver {
-			d, err := gvisor.New(gvisor.Config{Dir: dir, AgentPath: agent})
+			d, err := gvisor.New(gvisor.Config{Dir: dir, AgentPath: agent, Exe: exe})
 			if err != nil {
 				t.Fatal(err)
 			}
