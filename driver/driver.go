@@ -36,6 +36,9 @@ package driver
 import (
 	"context"
 	"net"
+	"os"
+	"path/filepath"
+	"regexp"
 	"time"
 
 	"github.com/cloche-dev/cloche"
@@ -121,6 +124,33 @@ type Spec struct {
 	MemoryMiB int
 
 	Root Root
+}
+
+// MinMemoryMiB is the least memory of a machine.
+const MinMemoryMiB = 256
+
+var hostnameForm = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$`)
+
+// Check returns an *Error of CodeInvalid unless s is well formed, within c, and
+// of directories that exist. Every driver calls it first in Start.
+func (s Spec) Check(c Capabilities) error {
+	switch {
+	case !s.ID.Valid():
+		return cloche.Errorf(cloche.CodeInvalid, "the session id has not the form of one")
+	case !hostnameForm.MatchString(s.Hostname):
+		return cloche.Errorf(cloche.CodeInvalid, "a host name has 1 to 63 letters, digits and '-'")
+	case s.VCPUs < 1 || s.VCPUs > c.MaxVCPUs:
+		return cloche.Errorf(cloche.CodeInvalid, "a machine has 1 to %d vCPUs, not %d", c.MaxVCPUs, s.VCPUs)
+	case s.MemoryMiB < MinMemoryMiB:
+		return cloche.Errorf(cloche.CodeInvalid, "a machine has at least %d MiB of memory, not %d", MinMemoryMiB, s.MemoryMiB)
+	}
+	for _, dir := range append([]string{s.Root.Image, s.Root.Top}, s.Root.Layers...) {
+		info, err := os.Lstat(dir)
+		if !filepath.IsAbs(dir) || err != nil || !info.IsDir() {
+			return cloche.Errorf(cloche.CodeInvalid, "the image, each layer and the top are directories with absolute paths")
+		}
+	}
+	return nil
 }
 
 // Root is a file system: a read-only image, frozen layers over it, and the

@@ -52,12 +52,14 @@ type hierarchy interface {
 	stat(id cloche.SessionID) (usage, error)
 	remove(id cloche.SessionID) error
 	list() ([]string, error)
+	// tidy removes the parent if no machine is left in it.
+	tidy()
 }
 
 func openHierarchy(parent string) (hierarchy, error) {
 	switch mode := cgroups.Mode(); mode {
 	case cgroups.Unified:
-		return v2{parent}, nil
+		return v2{cgroupRoot, parent}, nil
 	case cgroups.Legacy, cgroups.Hybrid:
 		return v1{parent}, nil
 	default:
@@ -235,19 +237,26 @@ func (v v1) list() ([]string, error) {
 	return all, nil
 }
 
-type v2 struct{ parent string }
+func (v v1) tidy() {
+	for _, c := range []string{"cpu", "cpuacct", "memory"} {
+		// Fails as it should while it has children.
+		_ = os.Remove(filepath.Join(cgroupRoot, c, v.parent))
+	}
+}
+
+type v2 struct{ mount, parent string }
 
 func (v v2) path(id cloche.SessionID) string {
-	return filepath.Join(cgroupRoot, v.parent, string(id))
+	return filepath.Join(v.mount, v.parent, string(id))
 }
 
 func (v v2) load(id cloche.SessionID) (*cgroup2.Manager, error) {
-	return cgroup2.Load(filepath.Join(v.parent, string(id)))
+	return cgroup2.Load(filepath.Join(v.parent, string(id)), cgroup2.WithMountpoint(v.mount))
 }
 
 func (v v2) create(id cloche.SessionID, l limits) error {
 	quota, period := int64(l.vcpus)*cpuPeriod, uint64(cpuPeriod)
-	_, err := cgroup2.NewManager(cgroupRoot, filepath.Join(v.parent, string(id)), &cgroup2.Resources{
+	_, err := cgroup2.NewManager(v.mount, filepath.Join(v.parent, string(id)), &cgroup2.Resources{
 		CPU:    &cgroup2.CPU{Max: cgroup2.NewCPUMax(&quota, &period)},
 		Memory: &cgroup2.Memory{Max: &l.memoryBytes},
 	})
@@ -321,5 +330,9 @@ func (v v2) remove(id cloche.SessionID) error {
 }
 
 func (v v2) list() ([]string, error) {
-	return children(filepath.Join(cgroupRoot, v.parent))
+	return children(filepath.Join(v.mount, v.parent))
+}
+
+func (v v2) tidy() {
+	_ = os.Remove(filepath.Join(v.mount, v.parent)) // fails as it should while it has children
 }

@@ -48,10 +48,22 @@ func (m *machine) Dial(ctx context.Context) (net.Conn, error) {
 	if ctx.Err() != nil {
 		return nil, fmt.Errorf("dial %s: %w", m.ID(), ctx.Err())
 	}
-	if !m.alive() {
+	if m.ends(ctx, err) {
 		return nil, m.gone(err)
 	}
 	return nil, fmt.Errorf("dial %s: %w", m.ID(), err)
+}
+
+// ends reports whether the machine has ended, or is about to, when a call to the
+// sentry failed with err: a connection that broke is the first sign of it.
+func (m *machine) ends(ctx context.Context, err error) bool {
+	var answered urpc.RemoteError
+	if m.alive() && !errors.As(err, &answered) && !errors.Is(err, errNotReady) {
+		ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+		defer cancel()
+		_ = m.rec.Sandbox.Wait(ctx) // whatever it says, alive is asked again
+	}
+	return !m.alive()
 }
 
 // handReady is hand, again and again while the agent has not started to listen.

@@ -55,8 +55,9 @@ const (
 
 // sizeFlags appends the machine's size to the arguments of the sentry. gVisor
 // itself derives the number of CPUs from the cgroup's cpuset, or from its quota
-// with a floor of 2; and it bounds a tmpfs without a size by half of the
-// host's memory. The last of several values of a flag wins.
+// with a floor of 2; and it bounds a tmpfs without a size, such as /dev, by half
+// of the host's memory, which is here made a quarter of the machine's. The last
+// of several values of a flag wins.
 func sizeFlags(args []string) []string {
 	spec := -1
 	boot := false
@@ -77,10 +78,18 @@ func sizeFlags(args []string) []string {
 	if err := json.Unmarshal(readAll(spec), &s); err != nil {
 		return args // gVisor will say what is wrong with it
 	}
-	vcpus, mem := s.Annotations[annotationVCPUs], s.Annotations[annotationMemory]
-	id := args[len(args)-1]
+	var vcpus, mem int64
+	for annotation, n := range map[string]*int64{annotationVCPUs: &vcpus, annotationMemory: &mem} {
+		if _, err := fmt.Sscanf(s.Annotations[annotation], "%d", n); err != nil {
+			return args
+		}
+	}
 	out := append([]string(nil), args[:len(args)-1]...)
-	return append(out, "--cpu-num="+vcpus, "--total-memory="+mem, "--total-host-memory="+mem, id)
+	return append(out,
+		fmt.Sprintf("--cpu-num=%d", vcpus),
+		fmt.Sprintf("--total-memory=%d", mem),
+		fmt.Sprintf("--total-host-memory=%d", mem/2),
+		args[len(args)-1])
 }
 
 // readAll reads a file from its start without moving its offset, which belongs

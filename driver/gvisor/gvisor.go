@@ -24,11 +24,14 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"sync"
+
+	gvlog "gvisor.dev/gvisor/pkg/log"
 
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/driver"
@@ -91,6 +94,9 @@ func New(conf Config) (_ *Driver, err error) {
 		sum := sha256.Sum256([]byte(filepath.Clean(conf.Dir)))
 		conf.CgroupParent = "/cloche-" + hex.EncodeToString(sum[:4])
 	}
+	// gVisor logs what its RPC client meets, byte by byte, to standard error.
+	// The same comes back as errors.
+	gvlog.SetTarget(gvlog.GoogleEmitter{Writer: &gvlog.Writer{Next: io.Discard}})
 	d := &Driver{conf: conf, machines: filepath.Join(conf.Dir, "machines"), log: conf.Log}
 	if err := os.MkdirAll(d.machines, 0o700); err != nil {
 		return nil, fmt.Errorf("state directory: %w", err)
@@ -199,6 +205,7 @@ func (d *Driver) Remove(ctx context.Context, id cloche.SessionID) error {
 
 // Close implements driver.Driver. Machines go on.
 func (d *Driver) Close() error {
+	d.cgroups.tidy()
 	if err := d.userns.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
 		return err
 	}

@@ -44,7 +44,7 @@ func (m *machine) Wait(ctx context.Context) (driver.Exit, error) {
 		return *e, nil
 	}
 	if m.alive() {
-		if err := m.rec.Sandbox.wait(ctx); err != nil {
+		if err := m.rec.Sandbox.Wait(ctx); err != nil {
 			return driver.Exit{}, fmt.Errorf("wait for %s: %w", m.ID(), err)
 		}
 	}
@@ -57,7 +57,7 @@ func (m *machine) alive() bool {
 		return false
 	}
 	boot, err := bootID()
-	return err == nil && boot == m.rec.BootID && m.rec.Sandbox.alive()
+	return err == nil && boot == m.rec.BootID && m.rec.Sandbox.Alive()
 }
 
 func (m *machine) concluded() *driver.Exit {
@@ -83,18 +83,19 @@ func (m *machine) conclude(ctx context.Context) (driver.Exit, error) {
 	if err != nil {
 		return driver.Exit{}, err
 	}
-	data, err = writeOnce(filepath.Join(m.dir, fileEnd), data)
-	switch {
-	case err == nil:
-		if err := json.Unmarshal(data, &exit); err != nil {
-			return driver.Exit{}, fmt.Errorf("end of %s: %w", m.ID(), err)
-		}
-	case errors.Is(err, fs.ErrNotExist): // released by somebody else
-	default:
+	data, first, err := writeOnce(filepath.Join(m.dir, fileEnd), data)
+	if err == nil {
+		err = json.Unmarshal(data, &exit)
+	} else if errors.Is(err, fs.ErrNotExist) {
+		err = nil // released by somebody else
+	}
+	if err != nil {
 		return driver.Exit{}, fmt.Errorf("end of %s: %w", m.ID(), err)
 	}
+	if first {
+		m.d.log.InfoContext(ctx, "machine ended", "session", m.ID(), "cause", exit.Cause, "detail", exit.Detail)
+	}
 	m.exit = &exit
-	m.d.log.InfoContext(ctx, "machine ended", "session", m.ID(), "cause", exit.Cause, "detail", exit.Detail)
 	return exit, nil
 }
 

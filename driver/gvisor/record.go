@@ -11,6 +11,7 @@ import (
 
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/driver"
+	"github.com/cloche-dev/cloche/internal/process"
 )
 
 // Files in a machine's state directory, beside gVisor's own.
@@ -28,8 +29,8 @@ const (
 type record struct {
 	Spec    driver.Spec
 	BootID  string // of the host: after a reboot nothing of it is left
-	Sandbox process
-	Gofer   process
+	Sandbox process.Process
+	Gofer   process.Process
 }
 
 // load reads the record of id.
@@ -81,20 +82,28 @@ func writeFile(path string, data []byte, mode fs.FileMode) error {
 	return nil
 }
 
-// writeOnce creates path with data unless it exists, and returns its content.
-func writeOnce(path string, data []byte) ([]byte, error) {
-	tmp := path + fmt.Sprintf(".%d", os.Getpid())
-	if err := os.WriteFile(tmp, data, 0o600); err != nil {
-		return nil, err
+// writeOnce creates path with data unless it exists, and returns its content
+// and whether that is now data.
+func writeOnce(path string, data []byte) (content []byte, first bool, err error) {
+	tmp, err := os.CreateTemp(filepath.Dir(path), ".tmp-")
+	if err != nil {
+		return nil, false, err
 	}
-	err := os.Link(tmp, path)
-	if rerr := os.Remove(tmp); err == nil {
+	_, err = tmp.Write(data)
+	if cerr := tmp.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		err = os.Link(tmp.Name(), path)
+	}
+	if rerr := os.Remove(tmp.Name()); err == nil {
 		err = rerr
 	}
 	if errors.Is(err, fs.ErrExist) {
-		return os.ReadFile(path)
+		content, err = os.ReadFile(path)
+		return content, false, err
 	}
-	return data, err
+	return data, true, err
 }
 
 func bootID() (string, error) {

@@ -3,7 +3,6 @@ package gvisor
 import (
 	"fmt"
 	"path/filepath"
-	"regexp"
 	"strconv"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -20,38 +19,22 @@ import (
 // guest writes can take its place in the next session.
 const agentPath = "/run/cloche/agent"
 
-var hostnameForm = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$`)
+// maxMemoryMiB keeps sums of sizes far from overflow.
+const maxMemoryMiB = 1 << 20
 
 // check returns an *Error of CodeInvalid unless a machine can be made of s.
-func check(s driver.Spec) error {
-	invalid := func(format string, args ...any) error {
-		return cloche.Errorf(cloche.CodeInvalid, format, args...)
+func (d *Driver) check(s driver.Spec) error {
+	if err := s.Check(d.Capabilities()); err != nil {
+		return err
 	}
-	switch {
-	case !s.ID.Valid():
-		return invalid("the session id has not the form of one")
-	case !hostnameForm.MatchString(s.Hostname):
-		return invalid("the host name must have 1 to 63 letters, digits and '-'")
-	case s.VCPUs < 1 || s.VCPUs > maxVCPUs:
-		return invalid("a machine has 1 to %d vCPUs, not %d", maxVCPUs, s.VCPUs)
-	case s.MemoryMiB < minMemoryMiB || s.MemoryMiB > maxMemoryMiB:
-		return invalid("a machine has %d to %d MiB of memory, not %d", minMemoryMiB, maxMemoryMiB, s.MemoryMiB)
-	case len(s.Root.Layers) > overlay.MaxLayers:
-		return invalid("a file system has at most %d layers, not %d", overlay.MaxLayers, len(s.Root.Layers))
+	if s.MemoryMiB > maxMemoryMiB {
+		return cloche.Errorf(cloche.CodeInvalid, "a machine has at most %d MiB of memory, not %d", maxMemoryMiB, s.MemoryMiB)
 	}
-	dirs := append([]string{s.Root.Image, s.Root.Top}, s.Root.Layers...)
-	for _, dir := range dirs {
-		if !filepath.IsAbs(dir) || !isDir(dir) {
-			return invalid("the image, each layer and the top must be directories with absolute paths")
-		}
+	if len(s.Root.Layers) > overlay.MaxLayers {
+		return cloche.Errorf(cloche.CodeInvalid, "a file system has at most %d layers, not %d", overlay.MaxLayers, len(s.Root.Layers))
 	}
 	return nil
 }
-
-const (
-	minMemoryMiB = 256
-	maxMemoryMiB = 1 << 20
-)
 
 // ociSpec describes the machine to gVisor, with paths as in the starter's root.
 func ociSpec(s driver.Spec) *specs.Spec {

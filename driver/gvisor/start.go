@@ -24,7 +24,7 @@ import (
 
 // Start implements driver.Driver.
 func (d *Driver) Start(ctx context.Context, spec driver.Spec) (_ driver.Machine, err error) {
-	if err := check(spec); err != nil {
+	if err := d.check(spec); err != nil {
 		return nil, err
 	}
 	defer d.locks.lock(spec.ID)()

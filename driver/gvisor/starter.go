@@ -11,6 +11,7 @@ import (
 	"gvisor.dev/gvisor/runsc/container"
 
 	"github.com/cloche-dev/cloche/driver"
+	"github.com/cloche-dev/cloche/internal/process"
 )
 
 // order is what the driver asks of a starter, on its standard input.
@@ -24,8 +25,8 @@ type order struct {
 // answer is what the starter says, on descriptor fdAnswer.
 type answer struct {
 	Error   string
-	Sandbox process
-	Gofer   process
+	Sandbox process.Process
+	Gofer   process.Process
 }
 
 // Descriptors that a starter inherits.
@@ -92,10 +93,10 @@ func start(o order) (answer, error) {
 		return answer{}, fmt.Errorf("start sandbox: %w", err)
 	}
 	var a answer
-	if a.Sandbox, err = identify(c.SandboxPid()); err != nil {
+	if a.Sandbox, err = process.Identify(c.SandboxPid()); err != nil {
 		return answer{}, fmt.Errorf("sandbox process: %w", err)
 	}
-	if a.Gofer, err = identify(c.GoferPid.Load()); err != nil {
+	if a.Gofer, err = process.Identify(c.GoferPid.Load()); err != nil {
 		return answer{}, fmt.Errorf("gofer process: %w", err)
 	}
 	return a, nil
@@ -105,7 +106,7 @@ func start(o order) (answer, error) {
 // which the guest's processes run, before the sentry and the gofer when the
 // machine's memory runs out: then one guest process dies and not the machine.
 // Later stubs inherit it from those that exist now.
-func exposeStubs(pids []int, keep ...process) error {
+func exposeStubs(pids []int, keep ...process.Process) error {
 	for _, pid := range pids {
 		if pid == keep[0].PID || pid == keep[1].PID {
 			continue

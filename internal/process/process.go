@@ -1,4 +1,7 @@
-package gvisor
+// Package process names a process of the host so that a later program can know
+// it again, and waits for ones that are not children: machines outlive the
+// process that started them.
+package process
 
 import (
 	"bytes"
@@ -12,31 +15,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// process names a process of the host for good: the kernel uses a PID again,
-// but not with the same start time.
-type process struct {
+// Process names a process for good, until a reboot: the kernel uses a PID again,
+// but not with the same start time. The zero value is no process.
+type Process struct {
 	PID   int
 	Start uint64 // clock ticks since boot: proc(5), /proc/PID/stat, field 22
 }
 
-// identify returns the process that has the PID now.
-func identify(pid int) (process, error) {
+// Identify returns the process that has the PID now.
+func Identify(pid int) (Process, error) {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
-		return process{}, err
+		return Process{}, err
 	}
 	// The second field is the command's name in parentheses, and may itself
 	// hold spaces and parentheses.
 	fields := bytes.Fields(data[bytes.LastIndexByte(data, ')')+1:])
 	if len(fields) < 20 {
-		return process{}, fmt.Errorf("stat of process %d has %d fields", pid, len(fields))
+		return Process{}, fmt.Errorf("stat of process %d has %d fields", pid, len(fields))
 	}
 	start, err := strconv.ParseUint(string(fields[19]), 10, 64)
-	return process{PID: pid, Start: start}, err
+	return Process{PID: pid, Start: start}, err
 }
 
 // open returns a pidfd of the process, or nil if it has ended.
-func (p process) open() (*os.File, error) {
+func (p Process) open() (*os.File, error) {
 	fd, err := unix.PidfdOpen(p.PID, unix.PIDFD_NONBLOCK)
 	if errors.Is(err, unix.ESRCH) {
 		return nil, nil
@@ -46,14 +49,14 @@ func (p process) open() (*os.File, error) {
 	}
 	f := os.NewFile(uintptr(fd), "pidfd")
 	// Only now is the PID pinned, so only now does the start time count.
-	if now, err := identify(p.PID); err != nil || now != p {
+	if now, err := Identify(p.PID); err != nil || now != p {
 		return nil, f.Close()
 	}
 	return f, nil
 }
 
-// wait blocks until the process has ended or ctx does.
-func (p process) wait(ctx context.Context) error {
+// Wait blocks until the process has ended or ctx does.
+func (p Process) Wait(ctx context.Context) error {
 	f, err := p.open()
 	if err != nil || f == nil {
 		return err
@@ -82,8 +85,11 @@ func ended(pidfd int) bool {
 	return err == nil && n == 1
 }
 
-// alive reports whether the process runs.
-func (p process) alive() bool {
+// Alive reports whether the process runs. A zombie does not.
+func (p Process) Alive() bool {
+	if p.PID == 0 {
+		return false
+	}
 	f, err := p.open()
 	if err != nil || f == nil {
 		return false
