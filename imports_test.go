@@ -35,6 +35,10 @@ var layers = map[string]layer{
 	"internal/atomicfile": contract,
 	"internal/cleanup":    contract,
 	"internal/failpoint":  contract,
+	"internal/frames":     contract,
+	"internal/overlay":    contract,
+	"internal/process":    contract,
+	"internal/sdktest":    contract,
 	"internal/testenv":    contract,
 	"internal/trace":      contract,
 	"store":               adapter,
@@ -53,7 +57,6 @@ var layers = map[string]layer{
 	"cli":                 surface,
 	"cmd/cloche":          wiring,
 	"cmd/cloche-agent":    wiring,
-	"e2e":                 wiring,
 }
 
 // exceptions are edges that the floors would forbid. One that no file uses any
