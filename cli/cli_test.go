@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/cloche-dev/cloche"
 )
 
 func TestDurations(t *testing.T) {
@@ -146,6 +148,36 @@ func TestDoctorFailsOnlyForWhatIsRequired(t *testing.T) {
 		code := report(&Env{Stderr: io.Discard}, cmd.Run(t.Context(), &Env{Stdout: &out}), ExitFailed)
 		if code != test.want || !strings.HasPrefix(out.String(), test.text) {
 			t.Errorf("%d, want %d:\n%s", code, test.want, out.String())
+		}
+	}
+}
+
+func TestMemoryOfSandboxes(t *testing.T) {
+	one, two, other := cloche.NewSessionID(), cloche.NewSessionID(), cloche.NewSessionID()
+	const pss = "00400000-7fff ---p 00000000 00:00 0  [rollup]\nRss:  9000 kB\nPss:  "
+	h := tree(t, map[string]string{
+		"10/cgroup": "0::/cloche/" + string(one), "10/cmdline": "sentry", "10/smaps_rollup": pss + "1000 kB\n",
+		"11/cgroup": "0::/", "11/cmdline": "gofer\x00--id\x00" + string(two), "11/smaps_rollup": pss + "500 kB\n",
+		"12/cgroup": "0::/cloche/" + string(other), "12/cmdline": "x", "12/smaps_rollup": pss + "7000 kB\n",
+		"13/cgroup": "0::/cloche/" + string(one), "13/cmdline": "", "13/smaps_rollup": "",
+		"self/cgroup": string(one), "self/smaps_rollup": pss + "1 kB\n",
+	})
+	mb, n, err := sandboxesPSS(h.root, []cloche.SessionID{one, two})
+	if err != nil || n != 2 || mb != 1500*1024/1e6 {
+		t.Errorf("%f MB in %d processes, %v", mb, n, err)
+	}
+}
+
+func TestPercentiles(t *testing.T) {
+	for _, test := range []struct {
+		values   []float64
+		p50, p95 float64
+	}{
+		{[]float64{7}, 7, 7}, {[]float64{3, 1, 2}, 2, 3}, {[]float64{4, 3, 2, 1}, 2, 4},
+		{[]float64{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 100}, 10, 19},
+	} {
+		if p50, p95 := percentile(test.values, 50), percentile(test.values, 95); p50 != test.p50 || p95 != test.p95 {
+			t.Errorf("%v: %f and %f", test.values, p50, p95)
 		}
 	}
 }

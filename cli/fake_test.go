@@ -286,13 +286,13 @@ func (f *fake) run(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	var body fakeRun
-	in := bufio.NewReader(r.Body)
+	in := &fakeStdin{r: bufio.NewReader(r.Body)}
 	duplex := http.NewResponseController(w)
 	var stdin io.Reader
 	if r.Header.Get(frames.StdinHeader) == frames.StdinStream {
 		_ = duplex.EnableFullDuplex()
 		w.Header().Set("Connection", "close")
-		line, _ := in.ReadBytes('\n')
+		line, _ := in.r.ReadBytes('\n')
 		_ = json.Unmarshal(line, &body)
 		stdin = in
 	} else {
@@ -326,9 +326,28 @@ func (f *fake) run(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	cmd.follow(r, put)
-	_ = duplex.SetReadDeadline(time.Now().Add(-time.Second)) // standard input may never end
 	put(frames.End, cmd.snapshot())
+	if stdin != nil {
+		// The client goes on sending until it has read the end. A connection
+		// that is closed on unread bytes is reset, and the end lost with it.
+		in.drain()
+	}
 }
+
+// fakeStdin is a request body with two readers: the command, and at the end
+// whoever throws the rest away.
+type fakeStdin struct {
+	mu sync.Mutex
+	r  *bufio.Reader
+}
+
+func (s *fakeStdin) Read(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.r.Read(p)
+}
+
+func (s *fakeStdin) drain() { _, _ = io.Copy(io.Discard, struct{ io.Reader }{s}) }
 
 // follow writes the log until the command has ended.
 func (c *fakeCommand) follow(r *http.Request, put func(frames.Type, any)) {
@@ -583,11 +602,15 @@ func (f *fake) read(w http.ResponseWriter, r *http.Request) {
 		PathBytes []byte
 	}
 	_ = json.NewDecoder(r.Body).Decode(&body)
-	if f.box(w, r) == nil {
+	box := f.box(w, r)
+	if box == nil {
 		return
 	}
 	if len(body.PathBytes) > 0 {
 		body.Path = string(body.PathBytes)
+	}
+	if !filepath.IsAbs(body.Path) {
+		body.Path = filepath.Join(box.view.Session.WorkDir, body.Path)
 	}
 	info, err := os.Stat(body.Path)
 	switch {

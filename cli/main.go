@@ -236,8 +236,12 @@ func report(env *Env, err error, own int) int {
 	return code
 }
 
-// nextStep says what a person can do about an error of the server.
+// nextStep says what a person can do about an error of the server that does not
+// say it itself.
 func nextStep(err error) string {
+	if strings.Contains(err.Error(), "`cloche ") {
+		return ""
+	}
 	switch code(err) {
 	case cloche.CodeUnauthorized:
 		return "make a token with `cloche token create --data DIR` on the server's host and put it into CLOCHE_TOKEN"

@@ -22,7 +22,7 @@ func TestMain(m *testing.M) {
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 			defer stop()
 			os.Exit(Main(ctx, os.Args[1:], os.Environ(), os.Stdin, os.Stdout, os.Stderr,
-				Doctor(), Command{Name: "extra", Help: "Given by the caller.", Cmd: &extraCmd{}}))
+				Doctor(), Bench(), Command{Name: "extra", Help: "Given by the caller.", Cmd: &extraCmd{}}))
 		},
 	})
 }

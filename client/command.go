@@ -124,13 +124,20 @@ func (c *Client) Run(ctx context.Context, id cloche.SessionID, r Run) (Command, 
 	if err != nil {
 		return Command{}, fmt.Errorf("request body: %w", err)
 	}
-	in := &stdin{r: io.MultiReader(bytes.NewReader(append(head, '\n')), orEmpty(r.Stdin))}
+	in := &stdin{r: bytes.NewReader(head)}
+	if r.Stdin != nil {
+		in.r = io.MultiReader(bytes.NewReader(append(head, '\n')), r.Stdin)
+	}
 	req, err := c.request(ctx, call{method: http.MethodPost, path: sessionPath(id) + "/cmd"}, in)
 	if err != nil {
 		return Command{}, err
 	}
-	req.Header.Set(frames.StdinHeader, frames.StdinStream)
 	req.Header.Set("Accept", frames.MediaType)
+	if r.Stdin != nil {
+		req.Header.Set(frames.StdinHeader, frames.StdinStream)
+	} else {
+		req.ContentLength = int64(len(head))
+	}
 	resp, err := c.stream(req)
 	if err != nil {
 		return Command{}, in.explain(err)
@@ -144,13 +151,6 @@ func (c *Client) Run(ctx context.Context, id cloche.SessionID, r Run) (Command, 
 		return Command{}, context.Cause(ctx)
 	}
 	return cmd, in.explain(err)
-}
-
-func orEmpty(r io.Reader) io.Reader {
-	if r == nil {
-		return bytes.NewReader(nil)
-	}
-	return r
 }
 
 // stdin is a request body that remembers its reader's own failure, which
