@@ -58,12 +58,12 @@ func (b *bench) fresh(ctx context.Context, name string) (time.Duration, error) {
 
 // create compares a fresh sandbox with the same command in other tools. They
 // take turns, so that what else the host does falls on all of them.
-func (b *bench) create(ctx context.Context) error {
+func (b *bench) create(ctx context.Context) (err error) {
 	peers, err := b.peers(ctx)
 	if err != nil {
 		return err
 	}
-	defer peers.Close()
+	defer func() { err = errors.Join(err, peers.Close()) }()
 	p := b.progress("create")
 	defer p.Done()
 	ours := make([]float64, 0, b.Rounds)

@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // peer is another tool that runs a command in isolation.
@@ -47,8 +49,22 @@ type peerSet struct {
 	dir  string // of their bundle and state
 }
 
-// Close removes their files.
-func (s *peerSet) Close() error { return os.RemoveAll(s.dir) }
+// Close removes their files. runsc leaves an empty network namespace mounted in
+// its state directory (runsc/sandbox, "null-netns").
+func (s *peerSet) Close() error {
+	netns := filepath.Join(s.dir, stateDir, "null-netns")
+	err := unix.Unmount(netns, unix.MNT_DETACH)
+	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EPERM) {
+		return fmt.Errorf("unmount %s: %w", netns, err)
+	}
+	if err := os.RemoveAll(s.dir); err != nil {
+		return fmt.Errorf("bundle: %w", err)
+	}
+	return nil
+}
+
+// stateDir is where runc and runsc keep what runs, in the bundle.
+const stateDir = "state"
 
 // peers finds the other tools, and tries each once. What is not there or does
 // not work is said, and left out.
@@ -69,7 +85,7 @@ func (b *bench) peers(ctx context.Context) (*peerSet, error) {
 	if err := writeBundle(dir, tree); err != nil {
 		return nil, errors.Join(fmt.Errorf("bundle: %w", err), set.Close())
 	}
-	state := filepath.Join(dir, "state")
+	state := filepath.Join(dir, stateDir)
 	for _, p := range []struct {
 		name, path string
 		args       func(id string) []string
