@@ -74,8 +74,13 @@ func failpoints(t *testing.T) []string {
 // elsewhere are failpoints that the life of a sandbox does not pass; the test
 // named kills at them.
 var elsewhere = map[string]string{
-	"image/": "image: TestCrashInBuildAndPull",
-	"auth/":  "auth: tests of the key",
+	"image/":                  "image: TestCrash",
+	"store/":                  "control: TestL1_KilledAtEveryFailpoint",
+	"control/end/before-name": "as store/: a creation that fails",
+	"control/end/after-name":  "as store/: a creation that fails",
+	"control/extend/":         "as store/",
+	"control/update/":         "as store/",
+	"fake/":                   "driver/fake is for tests alone",
 }
 
 // TestCrashAtEveryFailpoint lives through a sandbox's life once for each

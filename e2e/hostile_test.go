@@ -346,8 +346,15 @@ func TestFullHostDisk(t *testing.T) {
 	if err := os.Mkdir(mnt, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := exec.Command("mount", "-t", "tmpfs", "-o", "size=96m,mode=0700", "cloche-test", mnt).CombinedOutput(); err != nil {
-		t.Fatalf("mount: %v\n%s", err, out)
+	// ext4 keeps 5 % for root, which is what lets the server write its records
+	// when guests, who are uid 100000 and up, have filled the rest.
+	disk := filepath.Join(t.TempDir(), "disk")
+	for _, c := range [][]string{
+		{"truncate", "-s", "400M", disk}, {"mkfs.ext4", "-q", "-m", "5", disk}, {"mount", "-o", "loop", disk, mnt},
+	} {
+		if out, err := exec.Command(c[0], c[1:]...).CombinedOutput(); err != nil {
+			t.Fatalf("%v: %v\n%s", c, err, out)
+		}
 	}
 	t.Cleanup(func() {
 		if out, err := exec.Command("umount", mnt).CombinedOutput(); err != nil {
@@ -358,14 +365,14 @@ func TestFullHostDisk(t *testing.T) {
 		t.Fatalf("copy: %v\n%s", err, out)
 	}
 	conf := filepath.Join(t.TempDir(), "cloche.toml")
-	if err := os.WriteFile(conf, []byte("min_free_bytes = 20000000\nmin_free_percent = 20\n"), 0o600); err != nil {
+	if err := os.WriteFile(conf, []byte("min_free_bytes = 40000000\nmin_free_percent = 20\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	s := &server{t: t, data: filepath.Join(mnt, "data"), args: []string{"--config", conf}}
 	s.start()
 	t.Cleanup(s.finish)
 	v := s.create(client.Create{})
-	res := s.sh(v, "dd if=/dev/zero of=big bs=1M count=200 2>&1; echo code $?")
+	res := s.sh(v, "dd if=/dev/zero of=big bs=1M count=500 2>&1; echo code $?")
 	if !strings.Contains(res.stdout, "No space left") {
 		t.Errorf("a full disk inside: %q", res.stdout)
 	}

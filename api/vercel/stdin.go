@@ -74,11 +74,18 @@ func (s *stdin) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// close wakes a Read that waits for a client who has nothing more to say, and
-// lets none touch the body again.
+// drainTime bounds how long a client may go on sending after the end of its
+// command.
+const drainTime = 5 * time.Second
+
+// close lets no Read touch the body again, and throws away what the client
+// still sends: it goes on until it has read the command's end and closes the
+// connection. Were that closed here on bytes that nobody has read, the kernel
+// would reset it, and what the client has not read yet would be lost.
 func (s *stdin) close() {
-	_ = s.rc.SetReadDeadline(time.Now().Add(-time.Second))
+	_ = s.rc.SetReadDeadline(time.Now().Add(drainTime))
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ended = true
+	_, _ = io.Copy(io.Discard, s.body)
 }

@@ -32,6 +32,7 @@ func hostCommands() []cli.Command {
 		{Name: "token", Help: "Make API tokens.", Cmd: &tokenCmd{}},
 		{Name: "image", Help: "Build, pull and list images.", Cmd: &imageCmd{}},
 		cli.Doctor(gvisorCheck()),
+		cli.Bench(),
 		{Name: "version", Help: "Print the version.", Cmd: &versionCmd{}},
 	}
 }
