@@ -44,8 +44,11 @@ type result struct {
 // ahead of it and spaces follow until the body, because clients repeat a
 // request that got no headers for 300 s. A failure after that can only be told
 // in the body: as the usual error object, which fits no answer that a client
-// accepts, or, if cut, by cutting the connection.
-func (c *call) slowly(cut bool, op func(context.Context) (any, error)) error {
+// accepts, or, if cut, by cutting the connection. The time runs from the moment
+// that sent is closed, or from now if it is nil: a client waits for headers
+// while it does not send (undici, headersTimeout), and until then a failure can
+// still be told as what it is.
+func (c *call) slowly(cut bool, sent <-chan struct{}, op func(context.Context) (any, error)) error {
 	done := make(chan result, 1) // buffered: but the loop below always takes it
 	go func() {
 		defer func() {
@@ -56,15 +59,22 @@ func (c *call) slowly(cut bool, op func(context.Context) (any, error)) error {
 		v, err := op(c.r.Context())
 		done <- result{v, err}
 	}()
-	timer := time.NewTimer(c.HeadersWithin)
-	defer timer.Stop()
-	select {
-	case r := <-done:
-		if r.err != nil {
-			return r.err
+	var timeout <-chan time.Time
+	if sent == nil {
+		timeout = time.After(c.HeadersWithin)
+	}
+	for waiting := true; waiting; {
+		select {
+		case r := <-done:
+			if r.err != nil {
+				return r.err
+			}
+			return c.answer(r.v)
+		case <-sent:
+			sent, timeout = nil, time.After(c.HeadersWithin)
+		case <-timeout:
+			waiting = false
 		}
-		return c.answer(r.v)
-	case <-timer.C:
 	}
 	rc := http.NewResponseController(c.w)
 	_ = rc.EnableFullDuplex() // a body may still be on its way in

@@ -222,7 +222,7 @@ func (c *call) getCommand() error {
 		}
 		return c.answer(commandAnswer{commandOf(cmd)})
 	}
-	return c.slowly(false, func(ctx context.Context) (any, error) {
+	return c.slowly(false, nil, func(ctx context.Context) (any, error) {
 		cmd, err := c.Service.WaitCommand(ctx, c.who, sid, cid)
 		if err == nil && cmd.Exit == nil {
 			err = cloche.Errorf(cloche.CodeGone, "the session ended before the command did")

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/cloche-dev/cloche"
@@ -88,8 +89,8 @@ func (c *call) writeFiles() error {
 	if len(w.WorkDir) > cloche.MaxPathLen {
 		return cloche.Errorf(cloche.CodeInvalid, "a path has at most %d bytes", cloche.MaxPathLen)
 	}
-	body := &idleReader{rc: http.NewResponseController(c.w), r: c.r.Body}
-	err = c.slowly(true, func(ctx context.Context) (any, error) {
+	body := &idleReader{rc: http.NewResponseController(c.w), r: c.r.Body, ended: make(chan struct{})}
+	err = c.slowly(true, body.ended, func(ctx context.Context) (any, error) {
 		if err := c.Service.WriteFiles(ctx, c.who, id, w, body); err != nil {
 			return nil, err
 		}
@@ -112,6 +113,9 @@ func (c *call) writeFiles() error {
 type idleReader struct {
 	rc *http.ResponseController
 	r  io.Reader
+
+	ended chan struct{} // closed after the first error of Read
+	once  sync.Once
 }
 
 // Read implements io.Reader.
@@ -122,6 +126,7 @@ func (i *idleReader) Read(b []byte) (int, error) {
 		// The server goes on reading after the body, to notice that the
 		// client goes away; that must not end with the deadline.
 		_ = i.rc.SetReadDeadline(time.Time{})
+		i.once.Do(func() { close(i.ended) })
 	}
 	return n, err
 }

@@ -187,7 +187,7 @@ func (c *call) create(shape func(cloche.SandboxView) any, runtime string) error 
 	if req.Image == "" && req.Runtime == "" {
 		req.Runtime = runtime
 	}
-	return c.slowly(false, func(ctx context.Context) (any, error) {
+	return c.slowly(false, nil, func(ctx context.Context) (any, error) {
 		v, err := c.Service.CreateSandbox(ctx, c.who, req)
 		if err != nil {
 			return nil, err
@@ -245,7 +245,7 @@ func (c *call) getSandbox() error {
 	if err != nil {
 		return err
 	}
-	return c.slowly(false, func(ctx context.Context) (any, error) {
+	return c.slowly(false, nil, func(ctx context.Context) (any, error) {
 		v, resumed, err := c.Service.GetSandbox(ctx, c.who, name, resume)
 		if err != nil {
 			return nil, err
@@ -329,7 +329,7 @@ func (c *call) deleteSandbox() error {
 	if err != nil {
 		return err
 	}
-	return c.slowly(false, func(ctx context.Context) (any, error) {
+	return c.slowly(false, nil, func(ctx context.Context) (any, error) {
 		v, err := c.Service.DeleteSandbox(ctx, c.who, name)
 		if err != nil {
 			return nil, err

@@ -58,7 +58,7 @@ func (c *call) stop(shape func(cloche.SandboxView) any) error {
 	if err != nil {
 		return err
 	}
-	return c.slowly(false, func(ctx context.Context) (any, error) {
+	return c.slowly(false, nil, func(ctx context.Context) (any, error) {
 		v, err := c.Service.StopSession(ctx, c.who, id)
 		if err != nil {
 			return nil, err
