@@ -12,10 +12,12 @@ func (c *Control) RunCommand(ctx context.Context, p cloche.Principal, id cloche.
 	if err := checkCommand(&r); err != nil {
 		return cloche.Command{}, err
 	}
-	if _, _, err := c.live(ctx, p, id); err != nil {
+	l, _, err := c.live(ctx, p, id)
+	if err != nil {
 		return cloche.Command{}, err
 	}
-	return c.node.Run(ctx, id, r)
+	cmd, err := c.node.Run(ctx, id, r)
+	return cmd, c.settled(ctx, l, err)
 }
 
 func checkCommand(r *cloche.RunCommand) error {
@@ -90,13 +92,15 @@ func (c *Control) SignalCommand(ctx context.Context, p cloche.Principal, id cloc
 	if signal < 1 || signal > maxSignal {
 		return cloche.Command{}, cloche.Errorf(cloche.CodeInvalid, "a signal is between 1 and %d", maxSignal)
 	}
-	if _, _, err := c.live(ctx, p, id); err != nil {
+	l, _, err := c.live(ctx, p, id)
+	if err != nil {
 		return cloche.Command{}, err
 	}
 	if err := checkCommandID(cmd); err != nil {
 		return cloche.Command{}, err
 	}
-	return c.node.Signal(ctx, id, cmd, signal)
+	v, err := c.node.Signal(ctx, id, cmd, signal)
+	return v, c.settled(ctx, l, err)
 }
 
 // CommandLogs reads the log of a command from its start, also after the session

@@ -3,6 +3,7 @@ package control
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -29,6 +30,11 @@ const (
 func TestMain(m *testing.M) {
 	name := os.Getenv(childVar)
 	if name == "" {
+		// Each check of the random lives is a few hundred commits. The command
+		// line may ask for more.
+		if err := flag.Set("rapid.checks", "30"); err != nil {
+			panic(err)
+		}
 		os.Exit(m.Run())
 	}
 	if err := runScenario(os.Getenv(childDirVar), scenarios[name]); err != nil {

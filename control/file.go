@@ -12,10 +12,11 @@ func (c *Control) MakeDir(ctx context.Context, p cloche.Principal, id cloche.Ses
 	if err := checkFile(d.Path, d.WorkDir); err != nil {
 		return err
 	}
-	if _, _, err := c.live(ctx, p, id); err != nil {
+	l, _, err := c.live(ctx, p, id)
+	if err != nil {
 		return err
 	}
-	return c.node.MakeDir(ctx, id, d)
+	return c.settled(ctx, l, c.node.MakeDir(ctx, id, d))
 }
 
 // WriteFiles unpacks a tar stream in a live session.
@@ -23,10 +24,11 @@ func (c *Control) WriteFiles(ctx context.Context, p cloche.Principal, id cloche.
 	if err := checkPath("working directory", w.WorkDir); err != nil {
 		return err
 	}
-	if _, _, err := c.live(ctx, p, id); err != nil {
+	l, _, err := c.live(ctx, p, id)
+	if err != nil {
 		return err
 	}
-	return c.node.WriteFiles(ctx, id, w, tar)
+	return c.settled(ctx, l, c.node.WriteFiles(ctx, id, w, tar))
 }
 
 // ReadFile reads a file of a live session. A missing file is CodeNotFound, a
@@ -35,10 +37,12 @@ func (c *Control) ReadFile(ctx context.Context, p cloche.Principal, id cloche.Se
 	if err := checkFile(f.Path, f.WorkDir); err != nil {
 		return cloche.FileInfo{}, nil, err
 	}
-	if _, _, err := c.live(ctx, p, id); err != nil {
+	l, _, err := c.live(ctx, p, id)
+	if err != nil {
 		return cloche.FileInfo{}, nil, err
 	}
-	return c.node.ReadFile(ctx, id, f)
+	info, content, err := c.node.ReadFile(ctx, id, f)
+	return info, content, c.settled(ctx, l, err)
 }
 
 func checkFile(path, workDir string) error {

@@ -410,6 +410,39 @@ func TestDeleteOfASandboxThatIsBeingMade(t *testing.T) {
 	checkConverged(t, r.store, r.node)
 }
 
+// meddler is a Store in which something happens just before a delete.
+type meddler struct {
+	Store
+	once   sync.Once
+	before func()
+}
+
+func (m *meddler) DeleteSandbox(ctx context.Context, id cloche.SandboxID, latest cloche.SessionID) error {
+	m.once.Do(m.before)
+	return m.Store.DeleteSandbox(ctx, id, latest)
+}
+
+func TestDeleteTakesASessionThatCameBetweenWithIt(t *testing.T) {
+	r := newRig(t, Config{})
+	v := r.create("box")
+	var resumed cloche.SessionID
+	r.Control.store = &meddler{Store: r.store, before: func() {
+		got, did, err := r.GetSandbox(context.Background(), me, "box", true)
+		if err != nil || !did {
+			t.Errorf("resume: %v, %v", did, err)
+		}
+		resumed = got.Session.ID
+	}}
+	got, err := r.DeleteSandbox(t.Context(), me, "box")
+	if err != nil || got.Session.ID != resumed || resumed == v.Session.ID || got.Session.State != cloche.Stopped {
+		t.Errorf("deleted with session %s %s, %v", got.Session.ID, got.Session.State, err)
+	}
+	checkConverged(t, r.store, r.node)
+	if live := r.Stats().Live; live != 0 {
+		t.Errorf("%d live", live)
+	}
+}
+
 func TestDeletesAndResumesAtOnceLeaveNoOrphan(t *testing.T) {
 	r := newRig(t, Config{})
 	for range 10 {

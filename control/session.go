@@ -2,6 +2,7 @@ package control
 
 import (
 	"context"
+	"time"
 
 	"github.com/cloche-dev/cloche"
 )
@@ -74,6 +75,20 @@ func (c *Control) live(ctx context.Context, p cloche.Principal, id cloche.Sessio
 		}
 	}
 	return nil, cloche.Session{}, errConfused(id)
+}
+
+// goneWait bounds how long the answer of a call waits for the record of an end
+// that the node has noticed and is still cleaning up after.
+const goneWait = 10 * time.Second
+
+// settled is the error of a node's call on a running session. A client resumes
+// on CodeGone and then repeats the call once: if the record still said running
+// by then, it would be given the dead session again. So this one waits for it.
+func (c *Control) settled(ctx context.Context, l *life, err error) error {
+	if cloche.ErrorCode(err) == cloche.CodeGone {
+		_ = c.wait(ctx, l.final, goneWait) // whatever comes of it, the call has failed
+	}
+	return err
 }
 
 // readable returns a session that commands and logs can be read of: a pending

@@ -217,6 +217,28 @@ func TestMachineThatEndsByItselfAborts(t *testing.T) {
 	checkConverged(t, r.store, r.node)
 }
 
+func TestGoneIsAnsweredOnceTheRecordSaysSo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, Config{})
+		v := r.create("box")
+		if _, err := r.node.Stop(t.Context(), v.Session.ID, 0); err != nil {
+			t.Fatal(err)
+		}
+		time.AfterFunc(2*time.Second, func() {
+			r.Ended(context.Background(), cloche.SessionEnd{ID: v.Session.ID, Cause: "out of memory"})
+		})
+		_, err := r.RunCommand(t.Context(), me, v.Session.ID, cloche.RunCommand{Name: "true"})
+		wantCode(t, err, cloche.CodeGone)
+		got, resumed, err := r.GetSandbox(t.Context(), me, "box", true)
+		if err != nil || !resumed || got.Session.ID == v.Session.ID {
+			t.Errorf("the client's resume: %s, %v, %v", got.Session.ID, resumed, err)
+		}
+		if _, err := r.RunCommand(t.Context(), me, got.Session.ID, cloche.RunCommand{Name: "true"}); err != nil {
+			t.Errorf("the client's second try: %v", err)
+		}
+	})
+}
+
 // L6: who waits for a start that fails is told at once.
 func TestL6WaitersLearnOfAFailedStartAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

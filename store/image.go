@@ -10,7 +10,8 @@ import (
 	"github.com/cloche-dev/cloche"
 )
 
-// PutImage adds an image, or replaces the one with the same id.
+// PutImage adds an image, or replaces the one with the same id. Several images
+// may have one name: the latest is what the name means.
 func (s *Store) PutImage(ctx context.Context, i cloche.Image) error {
 	config, err := json.Marshal(i.Config)
 	if err != nil {
@@ -31,6 +32,7 @@ func (s *Store) Images(ctx context.Context) ([]cloche.Image, error) {
 	return all, fault("image list", err)
 }
 
+// scanImage reads a row of Images.
 func scanImage(row scanner) (i cloche.Image, err error) {
 	var config string
 	if err := row.Scan(&i.ID, &i.Name, &i.Digest, &i.SizeBytes, &i.Files, instant{&i.CreatedAt}, &config); err != nil {

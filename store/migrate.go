@@ -45,6 +45,8 @@ func migrate(ctx context.Context, db *sql.DB) error {
 	return nil
 }
 
+// apply runs one migration and notes that it did, in one transaction: a crash
+// leaves all of it or nothing. A migration that has been released never changes.
 func apply(ctx context.Context, db *sql.DB, version int, file string) error {
 	if want := fmt.Sprintf("%04d_", version); !strings.HasPrefix(path.Base(file), want) {
 		return fmt.Errorf("its name does not begin with %q", want)

@@ -12,8 +12,8 @@ import (
 	"github.com/cloche-dev/cloche"
 )
 
-// sandboxColumns are what scanSandbox reads, of a table named b. The env stands
-// last: lists put NULL there, which leaves the column unread.
+// sandboxColumns are what sandboxRow reads, of a table named b. The env is not
+// one of them: lists leave it out, which leaves its pages unread.
 const sandboxColumns = `b.id, b.team, b.project, b.name, b.persistent, b.image, b.image_id, b.runtime, b.user,
 	b.work_dir, b.vcpus, b.memory_mib, b.timeout, b.ports, b.region, b.policy, b.session_id, b.created_at,
 	b.updated_at, b.total_cpu, b.total_duration, b.total_egress, b.total_ingress,
@@ -26,6 +26,7 @@ type sandboxRow struct {
 	env                 []byte
 }
 
+// dest is where the columns go, in the order of sandboxColumns.
 func (r *sandboxRow) dest() []any {
 	b := &r.b
 	return []any{&b.ID, &b.Team, &b.Project, &b.Name, &b.Persistent, &b.Image, &b.ImageID, &b.Runtime, &b.User,
@@ -56,6 +57,7 @@ func (r *sandboxRow) decode(seal Sealer) (cloche.Sandbox, error) {
 	return *b, nil
 }
 
+// envBinding ties a sealed environment to its sandbox.
 func envBinding(id cloche.SandboxID) []byte { return []byte("sandbox env " + id) }
 
 // sealEnv returns nil for an empty environment.
@@ -119,6 +121,7 @@ func encodeSettings(b *cloche.Sandbox) (ports, policy string, err error) {
 	return string(p), string(q), nil
 }
 
+// putTags adds the tags of a sandbox that has none in the table.
 func putTags(ctx context.Context, tx *sql.Tx, b *cloche.Sandbox) error {
 	for k, v := range b.Tags {
 		if _, err := tx.ExecContext(ctx, `INSERT INTO tag (sandbox_id, key, value) VALUES (?, ?, ?)`, b.ID, k, v); err != nil {
@@ -150,6 +153,8 @@ func noSandbox(id cloche.SandboxID) error {
 	return cloche.Errorf(cloche.CodeNotFound, "there is no sandbox %s", id)
 }
 
+// sandbox reads one sandbox that is not deleted, with its Env. None is
+// sql.ErrNoRows, which only the caller can put into words.
 func (s *Store) sandbox(ctx context.Context, q querier, where string, args ...any) (cloche.Sandbox, error) {
 	var r sandboxRow
 	row := q.QueryRowContext(ctx, `SELECT `+sandboxColumns+`, b.env FROM sandbox b WHERE b.deleted_at = 0 AND `+where, args...)
@@ -203,6 +208,7 @@ func (s *Store) Sandboxes(ctx context.Context, team, project string, l cloche.Li
 	})
 }
 
+// scanView reads a row of sandboxColumns and sessionColumns.
 func scanView(row scanner) (v cloche.SandboxView, err error) {
 	var b sandboxRow
 	var s sessionRow

@@ -21,6 +21,7 @@ type sessionRow struct {
 	policy string
 }
 
+// dest is where the columns go, in the order of sessionColumns.
 func (r *sessionRow) dest() []any {
 	s := &r.s
 	return []any{&s.ID, &s.SandboxID, &s.Team, &s.Project, &s.State, &s.Cause, &s.ImageID, &s.Runtime, &s.User,
@@ -44,6 +45,8 @@ func scanSession(row scanner) (cloche.Session, error) {
 	return r.decode()
 }
 
+// insertSession adds a session. A sandbox that has a live one already makes it
+// fail as a duplicate (index session_live).
 func insertSession(ctx context.Context, tx *sql.Tx, s *cloche.Session) error {
 	policy, err := json.Marshal(s.Policy)
 	if err != nil {

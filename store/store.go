@@ -81,6 +81,9 @@ func (s *Store) connect(path string) (err error) {
 	})); err != nil {
 		return fmt.Errorf("database: %w", err)
 	}
+	// One writer, which takes the write lock when its transaction begins: a
+	// transaction that reads first and is upgraded later can fail with
+	// SQLITE_BUSY at once, whatever the wait (sqlite.org/lang_transaction.html).
 	s.write.SetMaxOpenConns(1)
 	if s.read, err = sql.Open("sqlite", dsn(path, url.Values{
 		"_pragma": {"query_only(1)"},
@@ -89,6 +92,7 @@ func (s *Store) connect(path string) (err error) {
 	}
 	readers := max(4, runtime.GOMAXPROCS(0))
 	s.read.SetMaxOpenConns(readers)
+	// Opening one costs more than a query: none is closed for being idle.
 	s.read.SetMaxIdleConns(readers)
 	return nil
 }
@@ -116,7 +120,8 @@ func (s *Store) Close() error {
 // sealCheck is the known text of seal_check.
 const sealCheck = "cloche"
 
-// checkKey compares the key with the one that the database was made with.
+// checkKey seals the known text in a new database and opens it in an old one, so
+// that a wrong key is found at the start and not at the first resume.
 func (s *Store) checkKey(ctx context.Context) error {
 	binding := []byte("seal_check")
 	return s.tx(ctx, "key check", func(tx *sql.Tx) error {
@@ -176,6 +181,8 @@ func fault(op string, err error) error {
 		return err
 	case errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded):
 		return fmt.Errorf("%s: %w", op, err)
+	// The low byte of an extended result code is the primary one
+	// (sqlite.org/rescode.html).
 	case errors.As(err, &theirs) && theirs.Code()&0xff == sqlite3.SQLITE_FULL:
 		return &cloche.Error{Code: cloche.CodeExhausted, Op: op, Message: "the server's disk is full", Err: err}
 	case errors.As(err, &theirs) && theirs.Code()&0xff == sqlite3.SQLITE_BUSY:
@@ -231,6 +238,7 @@ func (i instant) Scan(v any) error {
 	return nil
 }
 
+// nanos is a time as an argument of a statement.
 func nanos(t time.Time) int64 {
 	if t.IsZero() {
 		return 0

@@ -11,6 +11,7 @@ import (
 
 const tokenColumns = `id, team, project, hash, created_at`
 
+// scanToken reads a row of tokenColumns.
 func scanToken(row scanner) (t cloche.Token, err error) {
 	var hash []byte
 	if err := row.Scan(&t.ID, &t.Team, &t.Project, &hash, instant{&t.CreatedAt}); err != nil {
