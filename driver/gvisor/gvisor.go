@@ -71,6 +71,7 @@ type Driver struct {
 	userns   *os.File // maps 0.. to driver.IDOffset.. for idmapped mounts
 	log      *slog.Logger
 	locks    idLocks
+	logs     agentLogs
 }
 
 var _ driver.Driver = (*Driver)(nil)
@@ -161,6 +162,11 @@ func (d *Driver) Recover(ctx context.Context, id cloche.SessionID) (driver.Machi
 			return nil, fmt.Errorf("end half-made machine %s: %w", id, err)
 		}
 	}
+	if m.alive() {
+		if err := d.logs.follow(m); err != nil {
+			return nil, fmt.Errorf("recover %s: %w", id, err)
+		}
+	}
 	return m, nil
 }
 
@@ -205,6 +211,7 @@ func (d *Driver) Remove(ctx context.Context, id cloche.SessionID) error {
 
 // Close implements driver.Driver. Machines go on.
 func (d *Driver) Close() error {
+	d.logs.close()
 	d.cgroups.tidy()
 	if err := d.userns.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
 		return err
