@@ -55,8 +55,8 @@ type Config struct {
 	CgroupParent string
 
 	// Exe is the executable to run again, whose main calls Dispatch first. ""
-	// = this one. A binary built with cgo cannot be run in the empty root of
-	// gVisor's processes, so tests with the race detector need another.
+	// = this one. It must be static: there is no loader in the empty root of
+	// gVisor's processes. So tests that are built with cgo need another.
 	Exe string
 
 	Log *slog.Logger // nil = slog.Default()

@@ -31,11 +31,11 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// executable is what the driver runs again: this test, or under the race
-// detector, which needs cgo, a static program made for it.
+// executable is what the driver runs again: this test if it is static, else a
+// program made for it (the race detector needs cgo).
 func executable(t *testing.T) string {
 	t.Helper()
-	if !raceEnabled {
+	if !cgoEnabled {
 		return ""
 	}
 	dir := t.TempDir()
