@@ -55,8 +55,8 @@ type Config struct {
 	CgroupParent string
 
 	// Exe is the executable to run again, whose main calls Dispatch first. ""
-	// = this one. A binary built with cgo cannot be run in the empty root of
-	// gVisor's processes, so tests with the race detector need another.
+	// = this one. It must be static: there is no loader in the empty root of
+	// gVisor's processes. So tests that are built with cgo need another.
 	Exe string
 
 	Log *slog.Logger // nil = slog.Default()
@@ -71,6 +71,7 @@ type Driver struct {
 	userns   *os.File // maps 0.. to driver.IDOffset.. for idmapped mounts
 	log      *slog.Logger
 	locks    idLocks
+	logs     agentLogs
 }
 
 var _ driver.Driver = (*Driver)(nil)
@@ -161,6 +162,11 @@ func (d *Driver) Recover(ctx context.Context, id cloche.SessionID) (driver.Machi
 			return nil, fmt.Errorf("end half-made machine %s: %w", id, err)
 		}
 	}
+	if m.alive() {
+		if err := d.logs.follow(m); err != nil {
+			return nil, fmt.Errorf("recover %s: %w", id, err)
+		}
+	}
 	return m, nil
 }
 
@@ -205,6 +211,7 @@ func (d *Driver) Remove(ctx context.Context, id cloche.SessionID) error {
 
 // Close implements driver.Driver. Machines go on.
 func (d *Driver) Close() error {
+	d.logs.close()
 	d.cgroups.tidy()
 	if err := d.userns.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
 		return err

@@ -1,11 +1,15 @@
 package gvisor_test
 
 import (
+	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -27,11 +31,11 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// executable is what the driver runs again: this test, or under the race
-// detector, which needs cgo, a static program made for it.
+// executable is what the driver runs again: this test if it is static, else a
+// program made for it (the race detector needs cgo).
 func executable(t *testing.T) string {
 	t.Helper()
-	if !raceEnabled {
+	if !cgoEnabled {
 		return ""
 	}
 	dir := t.TempDir()
@@ -68,4 +72,60 @@ func TestSuite(t *testing.T) {
 			}
 		},
 	})
+}
+
+// TestAgentLogArrives: what the agent says is in the server's log, and in the
+// next server's.
+func TestAgentLogArrives(t *testing.T) {
+	exe := needHost(t)
+	j := newJob(t, drivertest.Agent(t), drivertest.Image(t), exe)
+	var m driver.Machine
+	for i := range 2 {
+		lines := make(chan string, 100)
+		d, err := gvisor.New(gvisor.Config{Dir: j.Dir, AgentPath: j.Agent, Exe: exe, Log: slog.New(slog.NewTextHandler(lineWriter(lines), nil))})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i == 0 {
+			m, err = d.Start(t.Context(), j.Spec)
+		} else {
+			m, err = d.Recover(t.Context(), j.Spec.ID)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		c, err := m.Dial(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		// No handshake: the agent complains.
+		if _, err := c.Write([]byte("GET / HTTP/1.0\r\n\r\n")); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case line := <-lines:
+			if !strings.Contains(line, "msg=agent") || !strings.Contains(line, string(j.Spec.ID)) {
+				t.Errorf("log line %q", line)
+			}
+		case <-time.After(30 * time.Second):
+			t.Error("no line of the agent arrived")
+		}
+		if err := errors.Join(c.Close(), d.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := m.Release(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// lineWriter passes on what is written, as long as there is room.
+type lineWriter chan string
+
+func (w lineWriter) Write(p []byte) (int, error) {
+	select {
+	case w <- string(p):
+	default:
+	}
+	return len(p), nil
 }

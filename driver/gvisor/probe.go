@@ -2,6 +2,7 @@ package gvisor
 
 import (
 	"context"
+	"debug/elf"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -34,6 +35,11 @@ func Checks(ctx context.Context, dir, exe string) []Check {
 			Why:  "machines need mounts, namespaces and cgroups",
 			Err:  checkRoot(),
 			Fix:  "run the server as root",
+		}, {
+			Name: "static executable",
+			Why:  "it is run again where no shared library is",
+			Err:  checkStatic(exe),
+			Fix:  "build it with CGO_ENABLED=0",
 		}, {
 			Name: "cgroups",
 			Why:  "they bound the CPU and the memory of a machine",
@@ -77,6 +83,23 @@ func Probe(ctx context.Context, dir, exe string) error {
 func checkRoot() error {
 	if os.Geteuid() != 0 {
 		return fmt.Errorf("the user id is %d", os.Geteuid())
+	}
+	return nil
+}
+
+func checkStatic(exe string) (err error) {
+	if exe == "" {
+		exe = "/proc/self/exe"
+	}
+	f, err := elf.Open(exe)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	for _, p := range f.Progs {
+		if p.Type == elf.PT_INTERP {
+			return errors.New("it is linked dynamically")
+		}
 	}
 	return nil
 }

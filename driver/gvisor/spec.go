@@ -92,7 +92,7 @@ func mounts(mem int64) []specs.Mount {
 	}
 }
 
-// runscConfig is gVisor's own configuration; see docs/adr for the choices.
+// runscConfig is gVisor's own configuration.
 func runscConfig() (*config.Config, error) {
 	fs := flag.NewFlagSet(starterName, flag.ContinueOnError)
 	config.RegisterFlags(fs)

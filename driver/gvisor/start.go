@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -60,6 +61,9 @@ func (d *Driver) Start(ctx context.Context, spec driver.Spec) (_ driver.Machine,
 		return nil, fmt.Errorf("record of %s: %w", spec.ID, err)
 	}
 	failpoint.Here("gvisor/start/after-started")
+	if err := d.logs.follow(m); err != nil {
+		return nil, fmt.Errorf("start machine %s: %w", spec.ID, err)
+	}
 	undo.Release()
 	return m, nil
 }
@@ -87,6 +91,9 @@ func (d *Driver) prepare(m *machine, undo *cleanup.Stack) error {
 	}
 	if err := os.Lchown(exit, driver.IDOffset, driver.IDOffset); err != nil {
 		return fmt.Errorf("state of %s: %w", spec.ID, err)
+	}
+	if err := makeAgentLog(m.dir); err != nil {
+		return fmt.Errorf("agent log of %s: %w", spec.ID, err)
 	}
 	fresh, err := overlay.LayTop(spec.Root.Top)
 	undo.Push("top", func(context.Context) error {
@@ -134,6 +141,7 @@ func (d *Driver) runStarter(ctx context.Context, id cloche.SessionID, o order) (
 	cmd.Args = []string{starterName}
 	cmd.Env = []string{}
 	cmd.Stderr = &stderr
+	cmd.WaitDelay = time.Second                    // none of its children has its standard error
 	cmd.ExtraFiles = []*os.File{d.userns, answerW} // fdUserns, fdAnswer
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNS, Setsid: true}
 	stdin, err := cmd.StdinPipe()

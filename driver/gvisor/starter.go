@@ -68,7 +68,12 @@ func start(o order) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	os.Stdin, os.Stdout, os.Stderr = null, null, null // process 1 gets these
+	// Open for reading too: it must not break while no server reads it.
+	log, err := os.OpenFile(filepath.Join(innerState, fileAgentLog), os.O_RDWR, 0)
+	if err != nil {
+		return answer{}, err
+	}
+	os.Stdin, os.Stdout, os.Stderr = null, null, log // process 1 gets these
 	conf, err := runscConfig()
 	if err != nil {
 		return answer{}, fmt.Errorf("configuration: %w", err)

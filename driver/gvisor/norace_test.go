@@ -1,5 +1,0 @@
-//go:build !race
-
-package gvisor_test
-
-const raceEnabled = false
