@@ -257,7 +257,7 @@ func (d *debian) bootstrap(ctx context.Context, r *recipe, files []string, stage
 		}
 	}
 	args := []string{"--mode=root", "--variant=minbase", "--format=tar", "--architectures=amd64",
-		"--skip=output/dev,essential/unlink", "--include=" + strings.Join(r.Packages, ","),
+		"--skip=essential/unlink", "--include=" + strings.Join(r.Packages, ","),
 		"--aptopt=" + conf, `--aptopt=Acquire::Languages "none"`,
 		// The hooks get the new root as $1 (mmdebstrap(1)).
 		"--setup-hook=" + shell(`mkdir -p "$1/var/cache/apt/archives" && while read -r f; do cp "%s/$f" "$1/var/cache/apt/archives/"; done <"%s"`, filepath.Join(d.debs, "archives"), list),
