@@ -224,7 +224,7 @@ func newDebian(ctx context.Context, c *cache, dir string, r *recipe, o BuildOpti
 	}
 	// The public archive, as the image's own apt will use it.
 	public := pickMirrors(parseSources(string(bytes.ReplaceAll(fallback, []byte(suiteMark), []byte("stable")))))
-	d := &debian{dir: dir, p: p}
+	d := &debian{dir: dir, p: p, lock: c.lock}
 	if d.debs, err = c.sub("apt"); err != nil {
 		return nil, err
 	}
