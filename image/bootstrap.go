@@ -14,7 +14,6 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/klauspost/compress/zstd"
@@ -30,7 +29,7 @@ const (
 // needTools fails unless this host can make a Debian root file system.
 func needTools() error {
 	for _, t := range []struct{ file, pkg string }{
-		{"mmdebstrap", "mmdebstrap"}, {"apt-get", ""}, {"apt-config", ""}, {aptHelper, ""}, {debianKeyring, "debian-archive-keyring"},
+		{"mmdebstrap", "mmdebstrap"}, {"unshare", "util-linux"}, {"apt-get", ""}, {"apt-config", ""}, {aptHelper, ""}, {debianKeyring, "debian-archive-keyring"},
 	} {
 		_, err := exec.LookPath(t.file)
 		if strings.HasPrefix(t.file, "/") {
@@ -58,6 +57,7 @@ type debian struct {
 	mirrors mirrors
 	suite   string
 	acquire []string // lines of apt.conf about downloading, from the host's
+	lock    *os.File // of the cache
 	p       Progress
 }
 
@@ -182,7 +182,7 @@ func (d *debian) fetchPackages(ctx context.Context, packages []string) ([]string
 	}
 	m := d.p.begin("download package lists", 0)
 	archives := filepath.Join(d.debs, "archives")
-	if err := runTool(d.aptGet(ctx, archives, "update", "-o", "APT::Update::Error-Mode=any"), nil); err != nil {
+	if err := runTool(ctx, d.aptGet(ctx, archives, "update", "-o", "APT::Update::Error-Mode=any"), nil); err != nil {
 		return nil, err
 	}
 	m.end()
@@ -195,7 +195,9 @@ func (d *debian) fetchPackages(ctx context.Context, packages []string) ([]string
 	files, total := parseURIs(string(out))
 	m = d.p.begin("download packages", total)
 	done := make(chan error, 1)
-	go func() { done <- runTool(d.aptGet(ctx, archives, append([]string{"--download-only"}, want...)...), nil) }()
+	go func() {
+		done <- runTool(ctx, d.aptGet(ctx, archives, append([]string{"--download-only"}, want...)...), nil)
+	}()
 	tick := time.NewTicker(200 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -257,7 +259,7 @@ func (d *debian) bootstrap(ctx context.Context, r *recipe, files []string, stage
 		}
 	}
 	args := []string{"--mode=root", "--variant=minbase", "--format=tar", "--architectures=amd64",
-		"--skip=output/dev,essential/unlink", "--include=" + strings.Join(r.Packages, ","),
+		"--skip=essential/unlink", "--include=" + strings.Join(r.Packages, ","),
 		"--aptopt=" + conf, `--aptopt=Acquire::Languages "none"`,
 		// The hooks get the new root as $1 (mmdebstrap(1)).
 		"--setup-hook=" + shell(`mkdir -p "$1/var/cache/apt/archives" && while read -r f; do cp "%s/$f" "$1/var/cache/apt/archives/"; done <"%s"`, filepath.Join(d.debs, "archives"), list),
@@ -271,8 +273,14 @@ func (d *debian) bootstrap(ctx context.Context, r *recipe, files []string, stage
 		args = append(args, "--dpkgopt=path-include="+x)
 	}
 	args = append(append(args, d.suite, "-"), d.sources()...)
-	// The modes of a root file system must not depend on our umask.
-	cmd := exec.CommandContext(ctx, "/bin/sh", append([]string{"-c", `umask 022 && exec mmdebstrap "$@"`, "mmdebstrap"}, args...)...)
+	// In name spaces of its own: killing unshare takes all processes and all
+	// mounts of the new root with it (mmdebstrap alone leaves /proc and /sys
+	// mounted when it is killed), and nothing of them is ever seen outside. The
+	// modes of a root file system must not depend on our umask.
+	cmd := exec.CommandContext(ctx, "unshare", append([]string{"--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
+		"/bin/sh", "-c", `umask 022 && exec mmdebstrap "$@"`, "mmdebstrap"}, args...)...)
+	// An orphan of a killed build keeps the next one waiting.
+	cmd.ExtraFiles = []*os.File{d.lock}
 	cmd.Env = append(os.Environ(), "TMPDIR="+d.dir, "LC_ALL=C.UTF-8", "DEBIAN_FRONTEND=noninteractive")
 	z, err := zstd.NewWriter(out, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(2))
 	if err != nil {
@@ -280,7 +288,7 @@ func (d *debian) bootstrap(ctx context.Context, r *recipe, files []string, stage
 	}
 	m := d.p.begin("install packages", 0)
 	cmd.Stdout = io.MultiWriter(z, meterWriter{m})
-	err = runTool(cmd, func(line string) {
+	err = runTool(ctx, cmd, func(line string) { // mmdebstrap's words
 		if text, ok := strings.CutPrefix(line, "I: "); ok && !strings.Contains(text, "hook") {
 			text, _, _ = strings.Cut(text, "...")
 			m.detail(text)
@@ -298,9 +306,8 @@ func (d *debian) bootstrap(ctx context.Context, r *recipe, files []string, stage
 func shell(format string, paths ...any) string { return fmt.Sprintf(format, paths...) }
 
 // runTool runs a command that says what it does on standard error (and output,
-// if cmd has none set), and gives its last words with an error. A cancelled
-// command gets SIGTERM, to clean up after itself.
-func runTool(cmd *exec.Cmd, line func(string)) error {
+// if cmd has none set), and gives its last words with an error.
+func runTool(ctx context.Context, cmd *exec.Cmd, line func(string)) error {
 	pr, pw, err := os.Pipe()
 	if err != nil {
 		return fmt.Errorf("run %s: %w", filepath.Base(cmd.Path), err)
@@ -309,8 +316,7 @@ func runTool(cmd *exec.Cmd, line func(string)) error {
 	if cmd.Stdout == nil {
 		cmd.Stdout = pw
 	}
-	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
-	cmd.WaitDelay = 20 * time.Second
+	cmd.WaitDelay = 5 * time.Second
 	if err := cmd.Start(); err != nil {
 		return errors.Join(fmt.Errorf("run %s: %w", filepath.Base(cmd.Path), err), pr.Close(), pw.Close())
 	}
@@ -329,14 +335,18 @@ func runTool(cmd *exec.Cmd, line func(string)) error {
 		read <- tail
 	}()
 	err = cmd.Wait()
+	if ctx.Err() != nil { // said in our words, not the tool's
+		err = ctx.Err()
+	}
 	cerr := pw.Close()
 	// A grandchild that outlives the command may hold the pipe open.
 	cerr = errors.Join(cerr, pr.SetReadDeadline(time.Now().Add(2*time.Second)))
 	tail := <-read
-	if err = errors.Join(err, cerr, pr.Close()); err != nil {
+	err = errors.Join(err, cerr, pr.Close())
+	if err != nil && ctx.Err() == nil {
 		return toolError(filepath.Base(cmd.Path), err, tail)
 	}
-	return nil
+	return err
 }
 
 func toolError(tool string, err error, tail string) error {

@@ -70,7 +70,11 @@ func (l *Library) Build(ctx context.Context, name string, o BuildOptions, p Prog
 		return cloche.Image{}, err
 	}
 	defer func() { err = errors.Join(err, c.close()) }()
-	path := filepath.Join(c.dir, r.product(o.Suite))
+	products, err := c.sub("products")
+	if err != nil {
+		return cloche.Image{}, err
+	}
+	path := filepath.Join(products, r.product(o.Suite))
 	prod, ok, err := readProduct(path)
 	if err != nil {
 		return cloche.Image{}, err
@@ -174,9 +178,15 @@ func (l *Library) makeProduct(ctx context.Context, c *cache, r *recipe, path str
 	if err := publishProduct(filepath.Join(dir, "product"), path, prod); err != nil {
 		return product{}, hostError("write image to cache", err)
 	}
+	if err := trim(filepath.Dir(path), productCacheBytes); err != nil {
+		return product{}, err
+	}
 	l.log.InfoContext(ctx, "image product is in the cache", "recipe", r.name, "suite", d.suite, "versions", prod.Versions)
 	return prod, nil
 }
+
+// productCacheBytes bounds the products of recipes that are not used any more.
+const productCacheBytes = 2 << 30
 
 // buildDir begins the names of scratch directories in the cache.
 const buildDir = ".build-"
@@ -214,7 +224,7 @@ func newDebian(ctx context.Context, c *cache, dir string, r *recipe, o BuildOpti
 	}
 	// The public archive, as the image's own apt will use it.
 	public := pickMirrors(parseSources(string(bytes.ReplaceAll(fallback, []byte(suiteMark), []byte("stable")))))
-	d := &debian{dir: dir, p: p}
+	d := &debian{dir: dir, p: p, lock: c.lock}
 	if d.debs, err = c.sub("apt"); err != nil {
 		return nil, err
 	}

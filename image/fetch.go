@@ -72,7 +72,7 @@ func (d *download) run(ctx context.Context) error {
 	if limit < 0 {
 		limit = d.max
 	}
-	failed, resumed := 0, false
+	failed, restarts, resumed := 0, 0, false
 	for {
 		before := d.partialSize()
 		resumed = resumed || before > 0
@@ -93,13 +93,14 @@ func (d *download) run(ctx context.Context) error {
 			if rerr := os.Remove(d.partial()); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
 				return hostError("restart download", rerr)
 			}
+			restarts++
 		} else if ctx.Err() != nil || !transient(err) {
 			return err
 		}
 		if d.partialSize() > before {
 			failed = 0
 		}
-		if failed++; failed >= d.tries {
+		if failed++; failed >= d.tries || restarts >= d.tries {
 			return &cloche.Error{Code: cloche.CodeUnavailable, Op: "download",
 				Message: "the download broke off and could not be continued; run the same command again to go on", Err: err}
 		}
@@ -206,7 +207,10 @@ func (d *download) request(ctx context.Context, off int64) (*http.Response, erro
 		return nil, cloche.Internal("download", err)
 	}
 	req.Header.Set("Accept-Encoding", "identity")
-	if off > 0 {
+	switch {
+	case off > 0 && d.size > 0: // some registries want the end named
+		req.Header.Set("Range", fmt.Sprintf("bytes=%d-%d", off, d.size-1))
+	case off > 0:
 		req.Header.Set("Range", fmt.Sprintf("bytes=%d-", off))
 	}
 	resp, err := d.client.Do(req)

@@ -21,7 +21,7 @@ var recipes embed.FS
 
 // productVersion is part of every product's name: raise it when the code that
 // makes products changes what comes out.
-const productVersion = "1"
+const productVersion = "2"
 
 // suiteMark stands for the Debian release in the overlay's apt sources.
 const (

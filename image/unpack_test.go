@@ -163,88 +163,94 @@ func (h hostDir) list(t testing.TB) []string {
 	return got
 }
 
-// TestAttacks applies archives that try to reach what is not theirs. An attack
-// either fails with a code, or ends inside the tree as a chroot would see it.
+// attack is an archive that tries to reach what is not its own. It either fails
+// with a code, or ends inside the tree as a chroot would see it.
+type attack struct {
+	layers func(h hostDir) []layerOf
+	code   cloche.Code
+	want   []string // in the tree, if it ends well
+}
+
+// canaryOf is the path that an attack wants.
+func canaryOf(h hostDir) string { return filepath.Join(h.outside, "canary") }
+
+var attacks = map[string]attack{
+	"dot-dot name":          {func(hostDir) []layerOf { return []layerOf{{file("../outside/canary", "x")}} }, cloche.CodeInvalid, nil},
+	"dot-dot in the middle": {func(hostDir) []layerOf { return []layerOf{{dir("a"), file("a/../../outside/x", "x")}} }, cloche.CodeInvalid, nil},
+	"dot-dot directory":     {func(hostDir) []layerOf { return []layerOf{{dir("../outside/d")}} }, cloche.CodeInvalid, nil},
+	"absolute name":         {func(hostDir) []layerOf { return []layerOf{{file("/etc/x", "x")}} }, "", []string{"etc/", "etc/x"}},
+	"absolute symlink as parent": {func(h hostDir) []layerOf {
+		return []layerOf{{link("l", h.outside), file("l/x", "x")}}
+	}, cloche.CodeInvalid, nil},
+	"absolute symlink as parent, inside": {func(hostDir) []layerOf {
+		return []layerOf{{dir("run"), dir("var"), link("var/run", "/run"), file("var/run/x", "x")}}
+	}, "", []string{"run/", "run/x", "var/", "var/run -> /run"}},
+	"dot-dot symlink as parent": {func(hostDir) []layerOf {
+		return []layerOf{{link("l", "../outside"), file("l/x", "x")}}
+	}, cloche.CodeInvalid, nil},
+	"many dots symlink as parent": {func(hostDir) []layerOf {
+		return []layerOf{{dir("outside"), link("l", "../../../../../../../outside"), file("l/canary", "x")}}
+	}, "", []string{"l -> ../../../../../../../outside", "outside/", "outside/canary"}},
+	"symlink over two layers": {func(h hostDir) []layerOf {
+		return []layerOf{{link("a", "b"), link("b", h.outside)}, {file("a/x", "x")}}
+	}, cloche.CodeInvalid, nil},
+	"symlink is replaced, not written through": {func(h hostDir) []layerOf {
+		return []layerOf{{link("l", canaryOf(h))}, {file("l", "x")}}
+	}, "", []string{"l"}},
+	"directory over symlink": {func(h hostDir) []layerOf {
+		return []layerOf{{link("l", h.outside)}, {dir("l").with(func(h *tar.Header) { h.Mode = 0o777; h.Uid = 5 }), file("l/x", "x")}}
+	}, "", []string{"l/", "l/x"}},
+	"symlink loop":         {func(hostDir) []layerOf { return []layerOf{{link("a", "b"), link("b", "a"), file("a/x", "x")}} }, cloche.CodeInvalid, nil},
+	"magic link":           {func(hostDir) []layerOf { return []layerOf{{link("l", "/proc/self/root"), file("l/x", "x")}} }, cloche.CodeInvalid, nil},
+	"empty symlink":        {func(hostDir) []layerOf { return []layerOf{{link("l", "")}} }, cloche.CodeInvalid, nil},
+	"file as parent":       {func(hostDir) []layerOf { return []layerOf{{file("f", "x"), file("f/x", "x")}} }, cloche.CodeInvalid, nil},
+	"hard link by dot-dot": {func(hostDir) []layerOf { return []layerOf{{hard("h", "../outside/canary")}} }, cloche.CodeInvalid, nil},
+	"hard link by absolute name": {func(h hostDir) []layerOf {
+		return []layerOf{{hard("h", canaryOf(h))}}
+	}, cloche.CodeInvalid, nil},
+	"hard link through symlink": {func(h hostDir) []layerOf {
+		return []layerOf{{link("l", h.outside), hard("h", "l/canary")}}
+	}, cloche.CodeInvalid, nil},
+	"hard link to symlink": {func(h hostDir) []layerOf {
+		return []layerOf{{link("l", canaryOf(h)), hard("h", "l"), file("h", "x")}}
+	}, "", []string{"h", "l -> OUTSIDE/canary"}},
+	"hard link to directory": {func(hostDir) []layerOf { return []layerOf{{dir("d"), hard("h", "d")}} }, cloche.CodeInvalid, nil},
+	"hard link to root":      {func(hostDir) []layerOf { return []layerOf{{hard("h", "/")}} }, cloche.CodeInvalid, nil},
+	"hard link to itself":    {func(hostDir) []layerOf { return []layerOf{{file("f", "x"), hard("f", "f"), hard("./f", "/f")}} }, "", []string{"f"}},
+	"hard link to nothing":   {func(hostDir) []layerOf { return []layerOf{{hard("h", "missing/file")}} }, cloche.CodeInvalid, nil},
+	"hard link into what it replaces": {func(hostDir) []layerOf {
+		return []layerOf{{dir("d"), file("d/f", "x"), hard("d", "d/f")}}
+	}, cloche.CodeInvalid, nil},
+	"whiteout of dot-dot":   {func(hostDir) []layerOf { return []layerOf{{file(".wh...", "")}} }, cloche.CodeInvalid, nil},
+	"whiteout of dot":       {func(hostDir) []layerOf { return []layerOf{{dir("d"), file("d/.wh..", "")}} }, cloche.CodeInvalid, nil},
+	"whiteout of nothing":   {func(hostDir) []layerOf { return []layerOf{{file(".wh.", "")}} }, cloche.CodeInvalid, nil},
+	"whiteout through link": {func(h hostDir) []layerOf { return []layerOf{{link("l", h.outside)}, {file("l/.wh.canary", "")}} }, cloche.CodeInvalid, nil},
+	"opaque through link":   {func(h hostDir) []layerOf { return []layerOf{{link("l", h.outside)}, {file("l/.wh..wh..opq", "")}} }, cloche.CodeInvalid, nil},
+	"opaque over link": {func(h hostDir) []layerOf {
+		return []layerOf{{link("d/l", h.outside)}, {file("d/.wh..wh..opq", "")}}
+	}, "", []string{"d/"}},
+	"file for a directory of links": {func(h hostDir) []layerOf {
+		return []layerOf{{dir("d/e"), link("d/e/l", h.outside), link("d/e/c", canaryOf(h))}, {file("d", "x")}}
+	}, "", []string{"d"}},
+	"root as file": {func(hostDir) []layerOf {
+		return []layerOf{{file("./", "x").with(func(h *tar.Header) { h.Name = "." })}}
+	}, cloche.CodeInvalid, nil},
+	"root as symlink": {func(h hostDir) []layerOf { return []layerOf{{link(".", h.outside), file("x", "x")}} }, cloche.CodeInvalid, nil},
+	"uid too large":   {func(hostDir) []layerOf { return []layerOf{{file("f", "").with(func(h *tar.Header) { h.Uid = 65536 })}} }, cloche.CodeInvalid, nil},
+	"gid too large":   {func(hostDir) []layerOf { return []layerOf{{dir("d").with(func(h *tar.Header) { h.Gid = 1 << 31 })}} }, cloche.CodeInvalid, nil},
+	"name too long":   {func(hostDir) []layerOf { return []layerOf{{file(strings.Repeat("n", 256), "")}} }, cloche.CodeInvalid, nil},
+	"path too long":   {func(hostDir) []layerOf { return []layerOf{{file(strings.Repeat("n/", 3000)+"f", "")}} }, cloche.CodeInvalid, nil},
+	"path too deep":   {func(hostDir) []layerOf { return []layerOf{{file(strings.Repeat("n/", 300)+"f", "")}} }, cloche.CodeInvalid, nil},
+	"too deep by links": {func(hostDir) []layerOf {
+		deep := strings.Repeat("d/", 200)
+		return []layerOf{{dir(deep), link("l", deep), file("l/"+deep+"f", "")}}
+	}, cloche.CodeInvalid, nil},
+	"invalid UTF-8 in a name": {func(hostDir) []layerOf { return []layerOf{{file("a\xff\nb", "x")}} }, "", []string{"a\xff\nb"}},
+}
+
 func TestAttacks(t *testing.T) {
 	asRoot(t)
-	outside := func(h hostDir, rest string) string { return filepath.Join(h.outside, rest) }
-	for name, test := range map[string]struct {
-		layers func(h hostDir) []layerOf
-		code   cloche.Code
-		want   []string // in the tree, if it ends well
-	}{
-		"dot-dot name":          {func(hostDir) []layerOf { return []layerOf{{file("../outside/canary", "x")}} }, cloche.CodeInvalid, nil},
-		"dot-dot in the middle": {func(hostDir) []layerOf { return []layerOf{{dir("a"), file("a/../../outside/x", "x")}} }, cloche.CodeInvalid, nil},
-		"dot-dot directory":     {func(hostDir) []layerOf { return []layerOf{{dir("../outside/d")}} }, cloche.CodeInvalid, nil},
-		"absolute name":         {func(hostDir) []layerOf { return []layerOf{{file("/etc/x", "x")}} }, "", []string{"etc/", "etc/x"}},
-		"absolute symlink as parent": {func(h hostDir) []layerOf {
-			return []layerOf{{link("l", h.outside), file("l/x", "x")}}
-		}, cloche.CodeInvalid, nil},
-		"absolute symlink as parent, inside": {func(hostDir) []layerOf {
-			return []layerOf{{dir("run"), dir("var"), link("var/run", "/run"), file("var/run/x", "x")}}
-		}, "", []string{"run/", "run/x", "var/", "var/run -> /run"}},
-		"dot-dot symlink as parent": {func(hostDir) []layerOf {
-			return []layerOf{{link("l", "../outside"), file("l/x", "x")}}
-		}, cloche.CodeInvalid, nil},
-		"many dots symlink as parent": {func(hostDir) []layerOf {
-			return []layerOf{{dir("outside"), link("l", "../../../../../../../outside"), file("l/canary", "x")}}
-		}, "", []string{"l -> ../../../../../../../outside", "outside/", "outside/canary"}},
-		"symlink over two layers": {func(h hostDir) []layerOf {
-			return []layerOf{{link("a", "b"), link("b", h.outside)}, {file("a/x", "x")}}
-		}, cloche.CodeInvalid, nil},
-		"symlink is replaced, not written through": {func(h hostDir) []layerOf {
-			return []layerOf{{link("l", outside(h, "canary"))}, {file("l", "x")}}
-		}, "", []string{"l"}},
-		"directory over symlink": {func(h hostDir) []layerOf {
-			return []layerOf{{link("l", h.outside)}, {dir("l").with(func(h *tar.Header) { h.Mode = 0o777; h.Uid = 5 }), file("l/x", "x")}}
-		}, "", []string{"l/", "l/x"}},
-		"symlink loop":         {func(hostDir) []layerOf { return []layerOf{{link("a", "b"), link("b", "a"), file("a/x", "x")}} }, cloche.CodeInvalid, nil},
-		"magic link":           {func(hostDir) []layerOf { return []layerOf{{link("l", "/proc/self/root"), file("l/x", "x")}} }, cloche.CodeInvalid, nil},
-		"empty symlink":        {func(hostDir) []layerOf { return []layerOf{{link("l", "")}} }, cloche.CodeInvalid, nil},
-		"file as parent":       {func(hostDir) []layerOf { return []layerOf{{file("f", "x"), file("f/x", "x")}} }, cloche.CodeInvalid, nil},
-		"hard link by dot-dot": {func(hostDir) []layerOf { return []layerOf{{hard("h", "../outside/canary")}} }, cloche.CodeInvalid, nil},
-		"hard link by absolute name": {func(h hostDir) []layerOf {
-			return []layerOf{{hard("h", outside(h, "canary"))}}
-		}, cloche.CodeInvalid, nil},
-		"hard link through symlink": {func(h hostDir) []layerOf {
-			return []layerOf{{link("l", h.outside), hard("h", "l/canary")}}
-		}, cloche.CodeInvalid, nil},
-		"hard link to symlink": {func(h hostDir) []layerOf {
-			return []layerOf{{link("l", outside(h, "canary")), hard("h", "l"), file("h", "x")}}
-		}, "", []string{"h", "l -> OUTSIDE/canary"}},
-		"hard link to directory": {func(hostDir) []layerOf { return []layerOf{{dir("d"), hard("h", "d")}} }, cloche.CodeInvalid, nil},
-		"hard link to root":      {func(hostDir) []layerOf { return []layerOf{{hard("h", "/")}} }, cloche.CodeInvalid, nil},
-		"hard link to itself":    {func(hostDir) []layerOf { return []layerOf{{file("f", "x"), hard("f", "f"), hard("./f", "/f")}} }, "", []string{"f"}},
-		"hard link to nothing":   {func(hostDir) []layerOf { return []layerOf{{hard("h", "missing/file")}} }, cloche.CodeInvalid, nil},
-		"hard link into what it replaces": {func(hostDir) []layerOf {
-			return []layerOf{{dir("d"), file("d/f", "x"), hard("d", "d/f")}}
-		}, cloche.CodeInvalid, nil},
-		"whiteout of dot-dot":   {func(hostDir) []layerOf { return []layerOf{{file(".wh...", "")}} }, cloche.CodeInvalid, nil},
-		"whiteout of dot":       {func(hostDir) []layerOf { return []layerOf{{dir("d"), file("d/.wh..", "")}} }, cloche.CodeInvalid, nil},
-		"whiteout of nothing":   {func(hostDir) []layerOf { return []layerOf{{file(".wh.", "")}} }, cloche.CodeInvalid, nil},
-		"whiteout through link": {func(h hostDir) []layerOf { return []layerOf{{link("l", h.outside)}, {file("l/.wh.canary", "")}} }, cloche.CodeInvalid, nil},
-		"opaque through link":   {func(h hostDir) []layerOf { return []layerOf{{link("l", h.outside)}, {file("l/.wh..wh..opq", "")}} }, cloche.CodeInvalid, nil},
-		"opaque over link": {func(h hostDir) []layerOf {
-			return []layerOf{{link("d/l", h.outside)}, {file("d/.wh..wh..opq", "")}}
-		}, "", []string{"d/"}},
-		"file for a directory of links": {func(h hostDir) []layerOf {
-			return []layerOf{{dir("d/e"), link("d/e/l", h.outside), link("d/e/c", outside(h, "canary"))}, {file("d", "x")}}
-		}, "", []string{"d"}},
-		"root as file": {func(hostDir) []layerOf {
-			return []layerOf{{file("./", "x").with(func(h *tar.Header) { h.Name = "." })}}
-		}, cloche.CodeInvalid, nil},
-		"root as symlink": {func(h hostDir) []layerOf { return []layerOf{{link(".", h.outside), file("x", "x")}} }, cloche.CodeInvalid, nil},
-		"uid too large":   {func(hostDir) []layerOf { return []layerOf{{file("f", "").with(func(h *tar.Header) { h.Uid = 65536 })}} }, cloche.CodeInvalid, nil},
-		"gid too large":   {func(hostDir) []layerOf { return []layerOf{{dir("d").with(func(h *tar.Header) { h.Gid = 1 << 31 })}} }, cloche.CodeInvalid, nil},
-		"name too long":   {func(hostDir) []layerOf { return []layerOf{{file(strings.Repeat("n", 256), "")}} }, cloche.CodeInvalid, nil},
-		"path too long":   {func(hostDir) []layerOf { return []layerOf{{file(strings.Repeat("n/", 3000)+"f", "")}} }, cloche.CodeInvalid, nil},
-		"path too deep":   {func(hostDir) []layerOf { return []layerOf{{file(strings.Repeat("n/", 300)+"f", "")}} }, cloche.CodeInvalid, nil},
-		"too deep by links": {func(hostDir) []layerOf {
-			deep := strings.Repeat("d/", 200)
-			return []layerOf{{dir(deep), link("l", deep), file("l/"+deep+"f", "")}}
-		}, cloche.CodeInvalid, nil},
-		"invalid UTF-8 in a name": {func(hostDir) []layerOf { return []layerOf{{file("a\xff\nb", "x")}} }, "", []string{"a\xff\nb"}},
-	} {
+	for name, test := range attacks {
 		t.Run(name, func(t *testing.T) {
 			h := newHostDir(t)
 			var layers [][]byte
