@@ -209,7 +209,10 @@ func TestBrokenWriteIsNoSuccess(t *testing.T) {
 // told from {} by what is in the body.
 func TestSlowWriteFailsByACut(t *testing.T) {
 	release := make(chan error)
-	s := start(t, files{write: func(io.Reader) error { return <-release }}, func(c *Config) { c.HeadersWithin, c.Heartbeat = time.Millisecond, time.Millisecond })
+	s := start(t, files{write: func(r io.Reader) error {
+		_, err := io.Copy(io.Discard, r)
+		return errors.Join(err, <-release)
+	}}, func(c *Config) { c.HeadersWithin, c.Heartbeat = time.Millisecond, time.Millisecond })
 	path := "/v2/sandboxes/sessions/" + anySession + "/fs/write"
 	for _, fail := range []error{nil, errors.New("late")} {
 		res, err := s.Client().Do(s.request(t, "POST", path, pattern(5<<20), "Content-Type", "application/gzip"))
@@ -225,5 +228,35 @@ func TestSlowWriteFailsByACut(t *testing.T) {
 		if fail != nil && err == nil {
 			t.Errorf("a failure looked like %q", body)
 		}
+	}
+}
+
+// TestSlowUploadKeepsItsStatus: while a client still sends it does not wait for
+// headers, so that a refusal reaches it as what it is however long that took.
+func TestSlowUploadKeepsItsStatus(t *testing.T) {
+	s := start(t, files{write: func(r io.Reader) error {
+		if _, err := io.CopyN(io.Discard, r, 2); err != nil {
+			return err
+		}
+		return cloche.Errorf(cloche.CodeTooLarge, "too many entries")
+	}}, func(c *Config) { c.HeadersWithin, c.Heartbeat = time.Millisecond, time.Millisecond })
+	pr, pw := io.Pipe()
+	go func() { // ends with the request
+		for range 20 {
+			<-time.After(2 * time.Millisecond)
+			if _, err := pw.Write([]byte("x")); err != nil {
+				return
+			}
+		}
+		pw.Close()
+	}()
+	path := "/v2/sandboxes/sessions/" + anySession + "/fs/write"
+	res, err := s.Client().Do(s.request(t, "POST", path, pr, "Content-Type", "application/gzip"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	res.Body.Close()
+	if res.StatusCode != 413 {
+		t.Errorf("status %d, want 413", res.StatusCode)
 	}
 }
