@@ -14,9 +14,8 @@ import (
 
 const (
 	// maxTail bounds what is read of one pipe after the command has ended: a
-	// child that it left behind may write for ever. A pipe holds 64 KiB unless
-	// somebody made it larger.
-	maxTail = 1 << 20
+	// child that it left behind may write for ever. It is what a pipe holds.
+	maxTail = pipeSize
 
 	// maxLeft bounds the pipes that ended commands' children hold open.
 	maxLeft = 1024

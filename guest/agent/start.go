@@ -16,6 +16,10 @@ import (
 	"github.com/cloche-dev/cloche/guest"
 )
 
+// pipeSize is the capacity of an output pipe, filled only as far as the agent
+// lags behind.
+const pipeSize = 1 << 20
+
 // start starts a command under id.
 func (a *Agent) start(ctx context.Context, id cloche.CommandID, s guest.Start) (*command, error) {
 	c, cfg, err := a.enroll(id)
@@ -158,6 +162,10 @@ func pipe(u account, childReads bool) (child, ours *os.File, err error) {
 	if u.uid != 0 {
 		_ = unix.Fchown(theirs, u.uid, u.gid) // a convenience that not every kernel has
 	}
+	if !childReads {
+		// Fewer wake-ups for a process that writes much; the default works too.
+		_, _ = unix.FcntlInt(uintptr(mine), unix.F_SETPIPE_SZ, pipeSize)
+	}
 	if err := unix.SetNonblock(mine, true); err != nil {
 		closeAll(fds[:])
 		return nil, nil, fmt.Errorf("pipe: %w", err)
@@ -214,6 +222,9 @@ func (a *Agent) fork(c *command, s guest.Start, p *plan, f *stdio) error {
 		errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.EPERM) || errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ETXTBSY) {
 		p.fail(err)
 		pid, err = a.reaper.start(try, func(ws syscall.WaitStatus) { exited <- ws })
+	}
+	if errors.Is(err, unix.ENAMETOOLONG) && len(p.path) < cloche.MaxPathLen {
+		err = unix.E2BIG // as gVisor says it
 	}
 	if err != nil {
 		return err
