@@ -59,13 +59,13 @@ func Hand(in, out *os.File) error {
 
 // Socket is the Transport whose channels come through Hand.
 type Socket struct {
-	log  *slog.Logger
-	l    *net.UnixListener
-	out  chan net.Conn
-	quit context.Context
-	stop context.CancelFunc
-	wg   sync.WaitGroup
-	now  crowd // hand-overs in progress
+	noise noise
+	l     *net.UnixListener
+	out   chan net.Conn
+	quit  context.Context
+	stop  context.CancelFunc
+	wg    sync.WaitGroup
+	now   crowd // hand-overs in progress
 }
 
 // ListenSocket takes the agent's address.
@@ -74,7 +74,7 @@ func ListenSocket(log *slog.Logger) (*Socket, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listen for channels: %w", err)
 	}
-	s := &Socket{log: log, l: l, out: make(chan net.Conn), now: crowd{limit: handing}}
+	s := &Socket{noise: noise{log: log}, l: l, out: make(chan net.Conn), now: crowd{limit: handing}}
 	s.quit, s.stop = context.WithCancel(context.Background())
 	s.wg.Go(s.run)
 	return s, nil
@@ -109,22 +109,22 @@ func (s *Socket) run() {
 			return
 		}
 		if err != nil { // no descriptors left, or the peer has gone
-			s.log.Warn("accept channel", "error", err)
+			s.noise.warn("accept channel", "error", err)
 			pause(s.quit, 50*time.Millisecond)
 			continue
 		}
 		if uid, err := peerUID(c); err != nil || uid != 0 {
-			s.log.Warn("channel refused", "uid", uid, "error", err)
+			s.noise.warn("channel refused", "uid", uid, "error", err)
 			_ = c.Close() // refused: the peer sees it closed
 			continue
 		}
 		if s.now.enter(c) {
-			s.log.Warn("too many hand-overs: the oldest ends")
+			s.noise.warn("too many hand-overs: the oldest ends")
 		}
 		s.wg.Go(func() {
 			defer s.now.leave(c)
 			if err := s.take(c); err != nil {
-				s.log.Warn("channel hand-over", "error", err)
+				s.noise.warn("channel hand-over", "error", err)
 			}
 		})
 	}
@@ -242,6 +242,32 @@ func receive(c *net.UnixConn) ([]int, error) {
 func closeAll(fds []int) {
 	for _, fd := range fds {
 		_ = unix.Close(fd) // received a moment ago, nothing written to it
+	}
+}
+
+// noise logs what root in the machine can cause at will, and no more than
+// noiseBurst lines of it in noiseTime: the log is on the host.
+type noise struct {
+	log *slog.Logger
+
+	mu    sync.Mutex
+	since time.Time
+	lines int
+}
+
+const (
+	noiseBurst = 10
+	noiseTime  = time.Minute
+)
+
+func (n *noise) warn(msg string, args ...any) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if now := time.Now(); now.Sub(n.since) > noiseTime {
+		n.since, n.lines = now, 0
+	}
+	if n.lines++; n.lines <= noiseBurst {
+		n.log.Warn(msg, args...)
 	}
 }
 

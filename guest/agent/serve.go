@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"sync"
@@ -45,6 +46,7 @@ func (a *Agent) serve(ctx context.Context, t Transport) error {
 	l.quit, l.stop = context.WithCancel(ctx)
 	srv := &http.Server{
 		Handler:   a.handler(),
+		ErrorLog:  slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
 		Protocols: new(http.Protocols),
 		// Frames and windows are large because each one costs several system
 		// calls, which are slow in gVisor.
@@ -90,12 +92,12 @@ func (l *channels) accept(t Transport) error {
 			return fmt.Errorf("accept channel: %w", err)
 		}
 		if l.pending.enter(c) {
-			l.agent.log.Warn("too many handshakes: the oldest ends")
+			l.agent.noise.warn("too many handshakes: the oldest ends")
 		}
 		l.wg.Go(func() {
 			err := l.shake(c)
 			if err != nil {
-				l.agent.log.Warn("channel refused", "error", err)
+				l.agent.noise.warn("channel refused", "error", err)
 				_ = c.Close() // the error is logged, and the channel is of no use
 			}
 		})
@@ -131,7 +133,7 @@ func (l *channels) shake(c net.Conn) error {
 	}
 	ch := &channel{Conn: c, r: r, list: l}
 	if l.live.enter(ch) {
-		l.agent.log.Warn("too many channels: the oldest ends")
+		l.agent.noise.warn("too many channels: the oldest ends")
 	}
 	select {
 	case l.ready <- ch:
