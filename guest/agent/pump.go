@@ -17,6 +17,9 @@ const (
 	// child that it left behind may write for ever. It is what a pipe holds.
 	maxTail = pipeSize
 
+	// hungUp is how often a PTY that nobody has open is looked at.
+	hungUp = 20 * time.Millisecond
+
 	// maxLeft bounds the pipes that ended commands' children hold open.
 	maxLeft = 1024
 )
@@ -34,11 +37,13 @@ func (b *buffers) get() *[maxRead]byte {
 
 func (b *buffers) put(p *[maxRead]byte) { b.pool.Put(p) }
 
-// pump reads f into out until EOF. Once the command has ended, which ended
-// tells by a deadline on f, it reads what is there then, calls done, and drops
-// the rest until EOF, so that children left behind neither block nor die of
-// SIGPIPE.
-func (a *Agent) pump(f *os.File, stream guest.FrameType, out *output, done func()) {
+// pump reads f into out until EOF. Once ended is closed, and a deadline on f
+// wakes it, it reads what is there then, calls done, and drops the rest until
+// EOF, so that children left behind neither block nor die of SIGPIPE.
+//
+// A PTY has no EOF while the command runs: one that closed its descriptors may
+// open the terminal again, and to close the master would send it SIGHUP.
+func (a *Agent) pump(f *os.File, stream guest.FrameType, out *output, tty bool, ended <-chan struct{}, done func()) {
 	finished := false
 	finish := func() {
 		if !finished {
@@ -57,8 +62,15 @@ func (a *Agent) pump(f *os.File, stream guest.FrameType, out *output, done func(
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			break
 		}
-		if err != nil || !a.move(rc, stream, out) {
+		if err == nil && a.move(rc, stream, out) {
+			continue
+		}
+		if err != nil || !tty {
 			return
+		}
+		select {
+		case <-ended:
+		case <-time.After(hungUp):
 		}
 	}
 	for tail := waiting(rc); tail > 0; {

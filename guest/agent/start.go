@@ -241,9 +241,10 @@ func (a *Agent) fork(c *command, s guest.Start, p *plan, f *stdio) error {
 // attend starts the goroutines of a command that runs.
 func (a *Agent) attend(c *command, s guest.Start, f *stdio, exited <-chan syscall.WaitStatus) {
 	var pumps sync.WaitGroup
+	ended := make(chan struct{})
 	for i, o := range f.out {
 		pumps.Add(1)
-		a.work.Go(func() { a.pump(o, f.streams[i], c.out, pumps.Done) })
+		a.work.Go(func() { a.pump(o, f.streams[i], c.out, f.pty != nil, ended, pumps.Done) })
 	}
 	a.work.Go(c.in.run)
 	if s.Timeout > 0 {
@@ -254,6 +255,7 @@ func (a *Agent) attend(c *command, s guest.Start, f *stdio, exited <-chan syscal
 	a.work.Go(func() {
 		ws := <-exited
 		e := c.ended(ws, time.Now())
+		close(ended)
 		for _, o := range f.out {
 			_ = o.SetReadDeadline(time.Unix(1, 0)) // fails only if its pump has seen EOF and closed it
 		}
