@@ -484,3 +484,24 @@ func TestNoReadOfTheArchiveAfterTheAnswer(t *testing.T) {
 type readFunc func([]byte) (int, error)
 
 func (f readFunc) Read(p []byte) (int, error) { return f(p) }
+
+func TestSurgeGivesAllBytesAndItsBuffer(t *testing.T) {
+	data := make([]byte, 3<<20)
+	for i := range data {
+		data[i] = byte(i * i >> 8)
+	}
+	var pool sync.Pool
+	for name, r := range map[string]io.Reader{
+		"fast": bytes.NewReader(data), "slow": iotest.OneByteReader(bytes.NewReader(data[:50_000])), "half": iotest.HalfReader(bytes.NewReader(data)),
+		"error with data": iotest.DataErrReader(bytes.NewReader(data)),
+	} {
+		s := &surge{r: r, pool: &pool}
+		got, err := io.ReadAll(s)
+		if err != nil || !bytes.Equal(got, data[:len(got)]) || name != "slow" && len(got) != len(data) {
+			t.Errorf("%s: %d bytes, %v", name, len(got), err)
+		}
+		if s.big != nil {
+			t.Errorf("%s: the big buffer was kept", name)
+		}
+	}
+}
