@@ -71,6 +71,9 @@ func TestR1_MassKillByAUser(t *testing.T) {
 	if r := sh(t, c, "kill -9 1 2>/dev/null || echo refused; kill -9 $(ls /proc | grep '^[0-9]*$') 2>/dev/null"); string(r.stdout) != "refused\n" {
 		t.Errorf("%q %+v", r.stdout, r.exit)
 	}
+	if r := execute(t, c, guest.Start{Sudo: true, Argv: []string{"sh", "-c", "for s in HUP INT QUIT TERM USR1 USR2 ALRM XCPU 34 64; do kill -$s 1; done; echo sent"}}, nil); string(r.stdout) != "sent\n" {
+		t.Errorf("signals by root: %q %q", r.stdout, r.stderr)
+	}
 	// Not even while a thread of the agent has the user's ids.
 	var wg sync.WaitGroup
 	stop := make(chan struct{})

@@ -418,6 +418,10 @@ func TestPTY(t *testing.T) {
 	if r.exit.Code != 0 {
 		t.Errorf("a terminal without input is at its end: %+v", r.exit)
 	}
+	r = execute(t, c, guest.Start{Argv: []string{"sh", "-c", "exec <&- >&- 2>&-; sleep 0.1; echo back > /dev/tty; exit 6"}, PTY: &cloche.WindowSize{Cols: 80, Rows: 24}}, nil)
+	if r.exit.Code != 6 || !strings.Contains(string(r.stdout), "back") {
+		t.Errorf("a terminal that was closed for a while: %q, %+v", r.stdout, r.exit)
+	}
 }
 
 type readerFunc func([]byte) (int, error)

@@ -26,6 +26,7 @@ import (
 	"github.com/cloche-dev/cloche/guest"
 	"github.com/cloche-dev/cloche/guest/agent"
 	"github.com/cloche-dev/cloche/guest/dial"
+	"github.com/cloche-dev/cloche/internal/trace"
 )
 
 // The tests run the agent as process 1 of namespaces of its own on this host:
@@ -383,3 +384,7 @@ func (m *machine) memory() int {
 	m.t.Fatal("no VmRSS of the agent")
 	return 0
 }
+
+func itoa(n int) string { return strconv.Itoa(n) }
+
+func withRequestID(ctx context.Context, id string) context.Context { return trace.WithID(ctx, id) }

@@ -39,6 +39,10 @@ func run(args []string) int {
 func initialize() int {
 	// The main thread stays ours: threads that take on a user's ids are others.
 	runtime.LockOSThread()
+	// The work is system calls and hand-overs between goroutines. With one
+	// processor a hand-over wakes no thread, which is what costs in gVisor:
+	// small commands and pings took 10 to 30 % less time.
+	runtime.GOMAXPROCS(1)
 	log := agent.Logger()
 	a, err := agent.New(log)
 	if err == nil {

@@ -28,10 +28,14 @@ import (
 // outputs of all commands (outputBudget) and a few channels can hold.
 const memoryLimit = 160 << 20
 
+// umask is the agent's, and so the one that commands start with.
+const umask = 0o022
+
 // Agent is the whole of process 1. Make it with New; its methods may be called
 // concurrently.
 type Agent struct {
 	log    *slog.Logger
+	noise  noise
 	reaper *reaper
 	groups grouper
 	null   *os.File // the real /dev/null, opened before anybody could replace it; nil = none
@@ -47,9 +51,10 @@ type Agent struct {
 
 	transfers atomic.Int64 // reads and writes of files in progress
 
-	work sync.WaitGroup // goroutines of commands
-	left leftovers
-	rest unswept
+	work    sync.WaitGroup // goroutines of commands
+	buffers buffers
+	left    leftovers
+	rest    unswept
 }
 
 // Version names this build in the handshake, for the host's log.
@@ -80,13 +85,14 @@ func New(log *slog.Logger) (*Agent, error) {
 		return nil, errors.New("the agent only runs as process 1")
 	}
 	debug.SetMemoryLimit(memoryLimit)
-	unix.Umask(0o022)
+	unix.Umask(umask)
 	null, err := openNull()
 	if err != nil {
 		log.Warn("no /dev/null: commands get a closed pipe as input", "error", err)
 	}
 	a := &Agent{
 		log:      log,
+		noise:    noise{log: log},
 		reaper:   newReaper(),
 		groups:   newGrouper(log),
 		null:     null,

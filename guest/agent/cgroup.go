@@ -78,21 +78,32 @@ func (g *cgroups) open() error {
 	if st.Type != unix.CGROUP2_SUPER_MAGIC {
 		return errors.New("cgroup tree: not cgroup v2")
 	}
-	for _, name := range []string{cgroupAgent, cgroupCommands} {
-		if err := os.Mkdir(filepath.Join(g.root, name), 0o755); err != nil && !errors.Is(err, os.ErrExist) {
-			return fmt.Errorf("cgroup %s: %w", name, err)
-		}
+	if err := g.mkdir(cgroupAgent); err != nil {
+		return err
 	}
 	if err := g.write(cgroupAgent, "cgroup.procs", strconv.Itoa(os.Getpid())); err != nil {
+		return err
+	}
+	// Now that the root has no process of its own, and before the commands'
+	// cgroup, which in gVisor only gets the files of what is enabled by then.
+	// Each alone: a tree that lacks one controller still has the other.
+	_ = g.write("", "cgroup.subtree_control", "+pids")
+	g.memory = g.write("", "cgroup.subtree_control", "+memory") == nil
+	if err := g.mkdir(cgroupCommands); err != nil {
 		return err
 	}
 	if _, err := os.Stat(filepath.Join(g.root, cgroupCommands, "cgroup.kill")); err != nil {
 		return fmt.Errorf("cgroup.kill: %w", err) // Linux 5.14
 	}
-	// Each alone: a tree that lacks one controller still has the other.
-	_ = g.write("", "cgroup.subtree_control", "+pids")
-	g.memory = g.write("", "cgroup.subtree_control", "+memory") == nil &&
-		g.write(cgroupCommands, "cgroup.subtree_control", "+memory") == nil
+	g.memory = g.memory && g.write(cgroupCommands, "cgroup.subtree_control", "+memory") == nil
+	return nil
+}
+
+func (g *cgroups) mkdir(name string) error {
+	err := os.Mkdir(filepath.Join(g.root, name), 0o755)
+	if err != nil && !errors.Is(err, os.ErrExist) {
+		return fmt.Errorf("cgroup %s: %w", name, err)
+	}
 	return nil
 }
 

@@ -28,7 +28,7 @@ const address = "@cloche/agent"
 
 const (
 	handTimeout = 5 * time.Second // for the helper and the agent to meet
-	handing     = 8               // helpers served at the same time
+	handing     = 8               // hand-overs at the same time; one more ends the oldest
 	handed      = 1               // byte that goes both ways with the hand-over
 )
 
@@ -59,12 +59,13 @@ func Hand(in, out *os.File) error {
 
 // Socket is the Transport whose channels come through Hand.
 type Socket struct {
-	log  *slog.Logger
-	l    *net.UnixListener
-	out  chan net.Conn
-	quit context.Context
-	stop context.CancelFunc
-	wg   sync.WaitGroup
+	noise noise
+	l     *net.UnixListener
+	out   chan net.Conn
+	quit  context.Context
+	stop  context.CancelFunc
+	wg    sync.WaitGroup
+	now   crowd // hand-overs in progress
 }
 
 // ListenSocket takes the agent's address.
@@ -73,7 +74,7 @@ func ListenSocket(log *slog.Logger) (*Socket, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listen for channels: %w", err)
 	}
-	s := &Socket{log: log, l: l, out: make(chan net.Conn)}
+	s := &Socket{noise: noise{log: log}, l: l, out: make(chan net.Conn), now: crowd{limit: handing}}
 	s.quit, s.stop = context.WithCancel(context.Background())
 	s.wg.Go(s.run)
 	return s, nil
@@ -93,6 +94,7 @@ func (s *Socket) Accept() (net.Conn, error) {
 func (s *Socket) Close() error {
 	s.stop()
 	err := s.l.Close()
+	s.now.closeAll()
 	s.wg.Wait()
 	if errors.Is(err, net.ErrClosed) {
 		return nil
@@ -101,29 +103,74 @@ func (s *Socket) Close() error {
 }
 
 func (s *Socket) run() {
-	slots := make(chan struct{}, handing)
 	for {
 		c, err := s.l.AcceptUnix()
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
 		if err != nil { // no descriptors left, or the peer has gone
-			s.log.Warn("accept channel", "error", err)
+			s.noise.warn("accept channel", "error", err)
 			pause(s.quit, 50*time.Millisecond)
 			continue
 		}
 		if uid, err := peerUID(c); err != nil || uid != 0 {
-			s.log.Warn("channel refused", "uid", uid, "error", err)
+			s.noise.warn("channel refused", "uid", uid, "error", err)
 			_ = c.Close() // refused: the peer sees it closed
 			continue
 		}
-		slots <- struct{}{} // held for at most handTimeout
+		if s.now.enter(c) {
+			s.noise.warn("too many hand-overs: the oldest ends")
+		}
 		s.wg.Go(func() {
-			defer func() { <-slots }()
+			defer s.now.leave(c)
 			if err := s.take(c); err != nil {
-				s.log.Warn("channel hand-over", "error", err)
+				s.noise.warn("channel hand-over", "error", err)
 			}
 		})
+	}
+}
+
+// crowd bounds how many connections are at one stage. A newcomer always gets in:
+// what nobody ends would otherwise keep the host out.
+type crowd struct {
+	limit int
+	mu    sync.Mutex
+	conns []net.Conn // oldest first
+}
+
+// enter adds c and closes the oldest if there are too many; then it is true.
+func (l *crowd) enter(c net.Conn) bool {
+	l.mu.Lock()
+	l.conns = append(l.conns, c)
+	var oldest net.Conn
+	if len(l.conns) > l.limit {
+		oldest, l.conns = l.conns[0], l.conns[1:]
+	}
+	l.mu.Unlock()
+	if oldest == nil {
+		return false
+	}
+	_ = oldest.Close() // whoever reads it sees that
+	return true
+}
+
+func (l *crowd) leave(c net.Conn) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i, have := range l.conns {
+		if have == c {
+			l.conns = append(l.conns[:i:i], l.conns[i+1:]...)
+			return
+		}
+	}
+}
+
+func (l *crowd) closeAll() {
+	l.mu.Lock()
+	all := append([]net.Conn(nil), l.conns...)
+	l.mu.Unlock()
+	for _, c := range all {
+		_ = c.Close() // the agent ends; whoever reads it sees that
 	}
 }
 
@@ -195,6 +242,32 @@ func receive(c *net.UnixConn) ([]int, error) {
 func closeAll(fds []int) {
 	for _, fd := range fds {
 		_ = unix.Close(fd) // received a moment ago, nothing written to it
+	}
+}
+
+// noise logs what root in the machine can cause at will, and no more than
+// noiseBurst lines of it in noiseTime: the log is on the host.
+type noise struct {
+	log *slog.Logger
+
+	mu    sync.Mutex
+	since time.Time
+	lines int
+}
+
+const (
+	noiseBurst = 10
+	noiseTime  = time.Minute
+)
+
+func (n *noise) warn(msg string, args ...any) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if now := time.Now(); now.Sub(n.since) > noiseTime {
+		n.since, n.lines = now, 0
+	}
+	if n.lines++; n.lines <= noiseBurst {
+		n.log.Warn(msg, args...)
 	}
 }
 

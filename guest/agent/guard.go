@@ -15,18 +15,25 @@ import (
 )
 
 const (
-	guardFast = 10 * time.Millisecond  // between looks when memory could fill before the next
-	guardSlow = 100 * time.Millisecond // when it could not
-	guardWait = 2 * time.Second        // for a kill to show
+	guardFast   = 10 * time.Millisecond  // between looks when memory could fill before the next
+	guardSlow   = 100 * time.Millisecond // when it could not
+	guardWait   = 2 * time.Second        // for a process to go
+	guardSettle = 500 * time.Millisecond // for its memory to come back
 
-	// guardPercent of the machine's memory in use is where the guard acts.
-	guardPercent = 90
+	// The guard acts when less than this is free: a tenth of the memory, but
+	// no less than minReserve, because gVisor's own memory, some 50 MiB, comes
+	// out of the same limit and is in none of the guest's figures; and no more
+	// than a quarter.
+	reserveTenth   = 10
+	minReserve     = 64 << 20
+	reserveQuarter = 4
 
 	// fillRate bounds how fast one CPU can fill memory, in bytes per second.
 	fillRate = 4 << 30
 
 	// rssFloor keeps the guard from shooting bystanders: below it no process
-	// alone is the cause, and the command with the largest sum is killed.
+	// alone is the cause. If memory stays full then, the command whose
+	// processes are largest together is.
 	rssFloor = 16 << 20
 
 	meminfoFile = "/proc/meminfo"
@@ -36,6 +43,7 @@ const (
 // would end all of it.
 type guard struct {
 	agent *Agent
+	info  *os.File // of /proc/meminfo
 	count atomic.Int64
 }
 
@@ -51,27 +59,55 @@ func (g *guard) run(ctx context.Context) {
 		return
 	}
 	defer func() { _ = f.Close() }() // read only
-	buf := make([]byte, 4096)
+	g.info = f
+	var last time.Time // of a kill
 	for ctx.Err() == nil {
-		n, err := f.ReadAt(buf, 0)
-		total, free, ok := parseMeminfo(buf[:n])
-		if !ok {
-			g.agent.log.Error("no memory guard: /proc/meminfo is not readable", "error", err)
+		room, err := g.room()
+		if err != nil {
+			g.agent.log.Error("no memory guard", "error", err)
 			return
 		}
-		room := free - total/100*(100-guardPercent)
-		if room <= 0 {
-			g.act(ctx)
-			room = 0
+		if room <= 0 && g.act(ctx, time.Since(last) > guardWait) {
+			g.recover(ctx)
+			last = time.Now()
 		}
 		pause(ctx, interval(room))
+	}
+}
+
+// room is how much more may be used before the guard acts, negative if it is
+// past that.
+func (g *guard) room() (int64, error) {
+	var buf [4096]byte
+	n, err := g.info.ReadAt(buf[:], 0)
+	total, free, ok := parseMeminfo(buf[:n])
+	if !ok {
+		return 0, fmt.Errorf("/proc/meminfo is not as expected: %w", err)
+	}
+	return free - reserve(total), nil
+}
+
+func reserve(total int64) int64 {
+	return min(max(total/reserveTenth, minReserve), total/reserveQuarter)
+}
+
+// recover waits until there is room again, up to guardSettle: memory comes back
+// a while after the process that had it has gone.
+func (g *guard) recover(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, guardSettle)
+	defer cancel()
+	for ctx.Err() == nil {
+		if room, err := g.room(); err != nil || room > 0 {
+			return
+		}
+		pause(ctx, guardFast)
 	}
 }
 
 // interval is the time in which room bytes cannot fill up.
 func interval(room int64) time.Duration {
 	perSecond := int64(fillRate) * int64(runtime.NumCPU())
-	d := time.Duration(room * 1000 / perSecond * int64(time.Millisecond))
+	d := time.Duration(max(room, 0) * 1000 / perSecond * int64(time.Millisecond))
 	return min(max(d, guardFast), guardSlow)
 }
 
@@ -96,28 +132,29 @@ func parseMeminfo(b []byte) (total, free int64, ok bool) {
 	return total, free, total > 0 && free >= 0
 }
 
-// act kills the largest process, or the largest command if no process stands
-// out, and waits for it to be gone.
-func (g *guard) act(ctx context.Context) {
+// act kills the largest process and waits for it to be gone; false if it killed
+// none. If no process stands out it kills the largest command, provided that no
+// earlier kill may still be on its way to show.
+func (g *guard) act(ctx context.Context, settled bool) bool {
 	pid, rss, err := largest()
-	if err != nil || pid == 0 {
-		g.agent.log.Error("memory is nearly full, and there is no process to kill", "error", err)
-		pause(ctx, guardSlow)
-		return
+	if err != nil {
+		g.agent.log.Error("memory is nearly full", "error", err)
+		return false
+	}
+	if rss < rssFloor {
+		return settled && g.actOnCommand(ctx)
 	}
 	id := g.agent.groups.owner(pid)
-	if rss < rssFloor && g.actOnCommand(ctx) {
-		return
-	}
 	if id != "" {
 		g.agent.markOOM(id)
 	}
 	if err := unix.Kill(pid, unix.SIGKILL); err != nil {
-		return // it is gone
+		return false // it is gone
 	}
 	g.count.Add(1)
 	g.agent.log.Warn("memory is nearly full: killed the largest process", "pid", pid, "rss", rss, "command", id)
 	g.await(ctx, []int{pid})
+	return true
 }
 
 // actOnCommand kills the command whose processes are largest together; false if

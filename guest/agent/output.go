@@ -93,26 +93,27 @@ func (o *output) reserve() int {
 		}
 		wait := (<-chan struct{})(o.change)
 		n := min(maxRead, guest.Window-o.cost-chunkCost)
-		if n >= minRead {
-			borrow := 0
-			if over := o.cost + n + chunkCost - outputFloor; over > 0 {
-				borrow = min(over, n+chunkCost)
-				if freed := o.budget.take(borrow); freed != nil {
-					o.mu.Unlock()
-					select {
-					case <-wait:
-					case <-freed:
-					}
-					continue
-				}
-			}
+		if n < minRead {
+			o.mu.Unlock()
+			<-wait
+			continue
+		}
+		borrow := min(max(o.cost+n+chunkCost-outputFloor, 0), n+chunkCost)
+		freed := o.budget.take(borrow)
+		if freed != nil && o.cost+minRead+chunkCost <= outputFloor {
+			n, borrow, freed = outputFloor-o.cost-chunkCost, 0, nil // what each may have
+		}
+		if freed == nil {
 			o.cost += n + chunkCost
 			o.borrowed += borrow
 			o.mu.Unlock()
 			return n
 		}
 		o.mu.Unlock()
-		<-wait
+		select {
+		case <-wait:
+		case <-freed:
+		}
 	}
 }
 

@@ -14,23 +14,36 @@ import (
 
 const (
 	// maxTail bounds what is read of one pipe after the command has ended: a
-	// child that it left behind may write for ever. A pipe holds 64 KiB unless
-	// somebody made it larger.
-	maxTail = 1 << 20
+	// child that it left behind may write for ever. It is what a pipe holds.
+	maxTail = pipeSize
+
+	// hungUp is how often a PTY that nobody has open is looked at.
+	hungUp = 20 * time.Millisecond
 
 	// maxLeft bounds the pipes that ended commands' children hold open.
 	maxLeft = 1024
 )
 
 // buffers are the pumps', held only from the moment when there is something to
-// read: a thousand silent commands cost none.
-var buffers = sync.Pool{New: func() any { return new([maxRead]byte) }}
+// read: a thousand silent commands cost none. The zero value is ready.
+type buffers struct{ pool sync.Pool }
 
-// pump reads f into out until EOF. Once the command has ended, which ended
-// tells by a deadline on f, it reads what is there then, calls done, and drops
-// the rest until EOF, so that children left behind neither block nor die of
-// SIGPIPE.
-func (a *Agent) pump(f *os.File, stream guest.FrameType, out *output, done func()) {
+func (b *buffers) get() *[maxRead]byte {
+	if p, ok := b.pool.Get().(*[maxRead]byte); ok {
+		return p
+	}
+	return new([maxRead]byte)
+}
+
+func (b *buffers) put(p *[maxRead]byte) { b.pool.Put(p) }
+
+// pump reads f into out until EOF. Once ended is closed, and a deadline on f
+// wakes it, it reads what is there then, calls done, and drops the rest until
+// EOF, so that children left behind neither block nor die of SIGPIPE.
+//
+// A PTY has no EOF while the command runs: one that closed its descriptors may
+// open the terminal again, and to close the master would send it SIGHUP.
+func (a *Agent) pump(f *os.File, stream guest.FrameType, out *output, tty bool, ended <-chan struct{}, done func()) {
 	finished := false
 	finish := func() {
 		if !finished {
@@ -49,8 +62,15 @@ func (a *Agent) pump(f *os.File, stream guest.FrameType, out *output, done func(
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			break
 		}
-		if err != nil || !a.move(rc, stream, out) {
+		if err == nil && a.move(rc, stream, out) {
+			continue
+		}
+		if err != nil || !tty {
 			return
+		}
+		select {
+		case <-ended:
+		case <-time.After(hungUp):
 		}
 	}
 	for tail := waiting(rc); tail > 0; {
@@ -70,7 +90,10 @@ func (a *Agent) pump(f *os.File, stream guest.FrameType, out *output, done func(
 	a.left.add(f)
 	defer a.left.remove(f)
 	for waitReadable(rc) == nil {
-		if n, again := readNow(rc, nil); n == 0 && !again {
+		buf := a.buffers.get()
+		n, again := readNow(rc, buf[:])
+		a.buffers.put(buf)
+		if n == 0 && !again {
 			return
 		}
 	}
@@ -105,11 +128,11 @@ func (a *Agent) move(rc syscall.RawConn, stream guest.FrameType, out *output) bo
 // and not kept.
 func (a *Agent) moveNow(rc syscall.RawConn, stream guest.FrameType, out *output) (int, bool) {
 	room := out.reserve()
+	buf := a.buffers.get()
+	defer a.buffers.put(buf)
 	if room == 0 {
-		return readNow(rc, nil)
+		return readNow(rc, buf[:])
 	}
-	buf := buffers.Get().(*[maxRead]byte)
-	defer buffers.Put(buf)
 	n, again := readNow(rc, buf[:room])
 	out.commit(stream, buf[:n], room)
 	return n, again
@@ -124,15 +147,10 @@ func waitReadable(rc syscall.RawConn) error {
 	})
 }
 
-// readNow reads once without waiting, into p or, if it is nil, to drop it. again
-// is true if there was nothing to read yet; (0, false) is the end. A PTY whose
-// other side has closed gives EIO, which is an end like any other.
+// readNow reads once without waiting. again is true if there was nothing to read
+// yet; (0, false) is the end. A PTY whose other side has closed gives EIO, which
+// is an end like any other.
 func readNow(rc syscall.RawConn, p []byte) (n int, again bool) {
-	if p == nil {
-		buf := buffers.Get().(*[maxRead]byte)
-		defer buffers.Put(buf)
-		p = buf[:]
-	}
 	cerr := rc.Control(func(fd uintptr) {
 		for {
 			var err error

@@ -26,10 +26,13 @@ func newReaper() *reaper {
 	return &reaper{children: make(map[int]func(syscall.WaitStatus)), change: make(chan struct{})}
 }
 
-// run reaps until ctx ends.
+// run reaps until ctx ends. It takes the signals that would end a Go program as
+// well, and does nothing with them: a machine does not end because somebody in
+// it ran "kill 1".
 func (r *reaper) run(ctx context.Context) {
 	ch := make(chan os.Signal, 1)
-	signal.Notify(ch, unix.SIGCHLD)
+	signal.Notify(ch, unix.SIGCHLD, unix.SIGTERM, unix.SIGINT, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2,
+		unix.SIGALRM, unix.SIGVTALRM, unix.SIGSTKFLT, unix.SIGXCPU, unix.SIGXFSZ, unix.SIGIO, unix.SIGPWR, unix.SIGSYS, unix.SIGTRAP)
 	defer signal.Stop(ch)
 	for {
 		r.round()

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"sync"
@@ -35,17 +36,17 @@ type channels struct {
 	stop  context.CancelFunc
 	wg    sync.WaitGroup
 
-	mu      sync.Mutex
-	pending []net.Conn // in the handshake, oldest first
-	live    []net.Conn // with the token, oldest first
+	pending crowd // in the handshake
+	live    crowd // with the token
 }
 
 // serve runs the HTTP/2 server on the channels of t until ctx ends or t fails.
 func (a *Agent) serve(ctx context.Context, t Transport) error {
-	l := &channels{agent: a, ready: make(chan net.Conn)}
+	l := &channels{agent: a, ready: make(chan net.Conn), pending: crowd{limit: maxPending}, live: crowd{limit: maxChannels}}
 	l.quit, l.stop = context.WithCancel(ctx)
 	srv := &http.Server{
 		Handler:   a.handler(),
+		ErrorLog:  slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
 		Protocols: new(http.Protocols),
 		// Frames and windows are large because each one costs several system
 		// calls, which are slow in gVisor.
@@ -68,7 +69,8 @@ func (a *Agent) serve(ctx context.Context, t Transport) error {
 	err := l.accept(t)
 	l.stop()
 	err = errors.Join(err, srv.Close())
-	l.closeAll()
+	l.pending.closeAll()
+	l.live.closeAll()
 	l.wg.Wait()
 	served.Wait()
 	return err
@@ -89,46 +91,22 @@ func (l *channels) accept(t Transport) error {
 		if err != nil {
 			return fmt.Errorf("accept channel: %w", err)
 		}
-		l.enter(&l.pending, c, maxPending)
+		if l.pending.enter(c) {
+			l.agent.noise.warn("too many handshakes: the oldest ends")
+		}
 		l.wg.Go(func() {
 			err := l.shake(c)
 			if err != nil {
-				l.agent.log.Warn("channel refused", "error", err)
+				l.agent.noise.warn("channel refused", "error", err)
 				_ = c.Close() // the error is logged, and the channel is of no use
 			}
 		})
 	}
 }
 
-// enter adds c to list and closes the oldest if there are more than limit.
-func (l *channels) enter(list *[]net.Conn, c net.Conn, limit int) {
-	l.mu.Lock()
-	*list = append(*list, c)
-	var oldest net.Conn
-	if len(*list) > limit {
-		oldest, *list = (*list)[0], (*list)[1:]
-	}
-	l.mu.Unlock()
-	if oldest != nil {
-		l.agent.log.Warn("too many channels: the oldest ends")
-		_ = oldest.Close() // whoever reads it sees that
-	}
-}
-
-func (l *channels) leave(list *[]net.Conn, c net.Conn) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for i, have := range *list {
-		if have == c {
-			*list = append((*list)[:i:i], (*list)[i+1:]...)
-			return
-		}
-	}
-}
-
 // shake does the handshake on c and passes it to the HTTP server.
 func (l *channels) shake(c net.Conn) error {
-	defer l.leave(&l.pending, c)
+	defer l.pending.leave(c)
 	if err := c.SetDeadline(time.Now().Add(guest.HelloTimeout)); err != nil {
 		return fmt.Errorf("handshake: %w", err)
 	}
@@ -154,7 +132,9 @@ func (l *channels) shake(c net.Conn) error {
 		return fmt.Errorf("handshake: %w", err)
 	}
 	ch := &channel{Conn: c, r: r, list: l}
-	l.enter(&l.live, ch, maxChannels)
+	if l.live.enter(ch) {
+		l.agent.noise.warn("too many channels: the oldest ends")
+	}
 	select {
 	case l.ready <- ch:
 		return nil
@@ -195,15 +175,6 @@ func (l *channels) Close() error {
 // Addr satisfies net.Listener.
 func (l *channels) Addr() net.Addr { return pipeAddr{} }
 
-func (l *channels) closeAll() {
-	l.mu.Lock()
-	all := append(append([]net.Conn(nil), l.pending...), l.live...)
-	l.mu.Unlock()
-	for _, c := range all {
-		_ = c.Close() // the agent ends; whoever reads it sees that
-	}
-}
-
 // channel is an authenticated channel: what the handshake read ahead comes first.
 type channel struct {
 	net.Conn
@@ -215,7 +186,7 @@ func (c *channel) Read(p []byte) (int, error) { return c.r.Read(p) }
 
 // Close closes the channel and gives up its place.
 func (c *channel) Close() error {
-	c.list.leave(&c.list.live, c)
+	c.list.live.leave(c)
 	return c.Conn.Close()
 }
 

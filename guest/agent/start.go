@@ -16,6 +16,10 @@ import (
 	"github.com/cloche-dev/cloche/guest"
 )
 
+// pipeSize is the capacity of an output pipe, filled only as far as the agent
+// lags behind.
+const pipeSize = 1 << 20
+
 // start starts a command under id.
 func (a *Agent) start(ctx context.Context, id cloche.CommandID, s guest.Start) (*command, error) {
 	c, cfg, err := a.enroll(id)
@@ -158,6 +162,10 @@ func pipe(u account, childReads bool) (child, ours *os.File, err error) {
 	if u.uid != 0 {
 		_ = unix.Fchown(theirs, u.uid, u.gid) // a convenience that not every kernel has
 	}
+	if !childReads {
+		// Fewer wake-ups for a process that writes much; the default works too.
+		_, _ = unix.FcntlInt(uintptr(mine), unix.F_SETPIPE_SZ, pipeSize)
+	}
 	if err := unix.SetNonblock(mine, true); err != nil {
 		closeAll(fds[:])
 		return nil, nil, fmt.Errorf("pipe: %w", err)
@@ -215,6 +223,9 @@ func (a *Agent) fork(c *command, s guest.Start, p *plan, f *stdio) error {
 		p.fail(err)
 		pid, err = a.reaper.start(try, func(ws syscall.WaitStatus) { exited <- ws })
 	}
+	if errors.Is(err, unix.ENAMETOOLONG) && len(p.path) < cloche.MaxPathLen {
+		err = unix.E2BIG // as gVisor says it
+	}
 	if err != nil {
 		return err
 	}
@@ -230,9 +241,10 @@ func (a *Agent) fork(c *command, s guest.Start, p *plan, f *stdio) error {
 // attend starts the goroutines of a command that runs.
 func (a *Agent) attend(c *command, s guest.Start, f *stdio, exited <-chan syscall.WaitStatus) {
 	var pumps sync.WaitGroup
+	ended := make(chan struct{})
 	for i, o := range f.out {
 		pumps.Add(1)
-		a.work.Go(func() { a.pump(o, f.streams[i], c.out, pumps.Done) })
+		a.work.Go(func() { a.pump(o, f.streams[i], c.out, f.pty != nil, ended, pumps.Done) })
 	}
 	a.work.Go(c.in.run)
 	if s.Timeout > 0 {
@@ -243,6 +255,7 @@ func (a *Agent) attend(c *command, s guest.Start, f *stdio, exited <-chan syscal
 	a.work.Go(func() {
 		ws := <-exited
 		e := c.ended(ws, time.Now())
+		close(ended)
 		for _, o := range f.out {
 			_ = o.SetReadDeadline(time.Unix(1, 0)) // fails only if its pump has seen EOF and closed it
 		}

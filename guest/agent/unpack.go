@@ -28,9 +28,10 @@ const (
 
 // unpacker writes one tar stream below a base.
 type unpacker struct {
-	base string
-	buf  []byte // of file content
-	done guest.Written
+	base   string
+	parent string // directory of the last file: it is there
+	buf    []byte // of file content
+	done   guest.Written
 	// modes are of new directories that their owner could not write into: they
 	// are set at the end.
 	modes []dirMode
@@ -236,12 +237,12 @@ func (u *unpacker) file(name string, mode fs.FileMode, size int64, content io.Re
 		return err
 	}
 	temp := dirOf(final) + "/" + tempName + rand.Text()
-	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o600)
+	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, mode.Perm())
 	if err != nil {
 		return err
 	}
 	err = u.fill(f, size, content)
-	if err == nil {
+	if err == nil && mode != mode.Perm()&^umask {
 		err = f.Chmod(mode)
 	}
 	if cerr := f.Close(); err == nil {
@@ -300,8 +301,11 @@ func (u *unpacker) target(name string) (string, error) {
 	if parent == "." {
 		parent = ""
 	}
-	if _, err := makeAll(u.base, parent); err != nil {
-		return "", err
+	if parent != u.parent || u.parent == "" {
+		if _, err := makeAll(u.base, parent); err != nil {
+			return "", err
+		}
+		u.parent = parent
 	}
 	full := u.base + "/" + name
 	for range maxLinks {

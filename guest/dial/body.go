@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"sync"
+	"time"
 
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/guest"
@@ -45,17 +46,28 @@ func (s *source) detach() error {
 	return s.err
 }
 
+const (
+	// An acknowledgement goes out when it covers ackBytes, or ackDelay after
+	// the first that did not: each costs the agent several system calls. The
+	// delay bounds how long a process waits at a window that is nearly full of
+	// small pieces.
+	ackBytes = guest.Window / 4
+	ackDelay = 10 * time.Millisecond
+)
+
 // frames is the request body of a command stream: what the host has to say, in
 // order, with acknowledgements merged. Nobody but the stdin copier ever waits
 // on it.
 type frames struct {
 	mu     sync.Mutex
-	queue  []byte // frames ready to be sent
-	ack    int64  // latest acknowledgement
-	acked  int64  // the one that was sent
-	sent   int64  // bytes of input queued so far
-	credit int64  // bytes of input that the agent has passed on
-	eof    bool   // end of input queued
+	queue  []byte      // frames ready to be sent
+	ack    int64       // latest acknowledgement
+	acked  int64       // the one that was sent
+	due    bool        // ack is to be sent
+	timer  *time.Timer // makes it due; nil = none runs
+	sent   int64       // bytes of input queued so far
+	credit int64       // bytes of input that the agent has passed on
+	eof    bool        // end of input queued
 	closed bool
 	change chan struct{} // closed and replaced at every change
 }
@@ -75,8 +87,8 @@ func (f *frames) Read(p []byte) (int, error) {
 			f.mu.Unlock()
 			return 0, io.EOF
 		}
-		if len(f.queue) == 0 && f.ack > f.acked {
-			f.acked = f.ack
+		if len(f.queue) == 0 && f.due {
+			f.acked, f.due = f.ack, false
 			f.queue = guest.AppendAck(f.queue, guest.FrameAck, f.ack)
 		}
 		if len(f.queue) > 0 {
@@ -100,6 +112,7 @@ func (f *frames) Close() error {
 	defer f.mu.Unlock()
 	if !f.closed {
 		f.closed = true
+		f.stopLocked()
 		f.changedLocked()
 	}
 	return nil
@@ -108,9 +121,35 @@ func (f *frames) Close() error {
 func (f *frames) acknowledge(offset int64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if offset > f.ack {
-		f.ack = offset
-		f.changedLocked()
+	if offset <= f.ack {
+		return
+	}
+	f.ack = offset
+	switch {
+	case f.closed || f.due:
+	case f.ack-f.acked >= ackBytes:
+		f.dueLocked()
+	case f.timer == nil:
+		f.timer = time.AfterFunc(ackDelay, func() {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			if f.timer != nil {
+				f.dueLocked()
+			}
+		})
+	}
+}
+
+func (f *frames) dueLocked() {
+	f.due = true
+	f.stopLocked()
+	f.changedLocked()
+}
+
+func (f *frames) stopLocked() {
+	if f.timer != nil {
+		f.timer.Stop()
+		f.timer = nil
 	}
 }
 

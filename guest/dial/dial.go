@@ -51,6 +51,7 @@ type Client struct {
 	dials sync.WaitGroup
 
 	transfers chan struct{} // places for reads and writes of files
+	buffers   sync.Pool     // of *[surgeBig]byte
 
 	mu      sync.Mutex
 	conn    *http.ClientConn // nil = none

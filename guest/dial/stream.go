@@ -74,7 +74,7 @@ func (c *Client) stream(ctx context.Context, path string, first []byte, offset i
 		return nil, err
 	}
 	s.resp = resp
-	s.frames = guest.NewFrameReader(resp.Body)
+	s.frames = guest.NewFrameReader(&surge{r: resp.Body, pool: &c.buffers})
 	if err := s.begin(offset); err != nil {
 		return nil, errors.Join(err, s.Close())
 	}
