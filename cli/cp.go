@@ -8,9 +8,11 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"unicode/utf8"
 
 	"github.com/dustin/go-humanize"
 
@@ -159,8 +161,20 @@ func (j *copying) remote(p string) (abs string, dir bool) {
 
 // isDir asks the sandbox. An image without test(1) says no.
 func (j *copying) isDir(ctx context.Context, p string) (bool, error) {
-	cmd, err := j.c.Run(ctx, j.session.ID, client.Run{Command: "test", Args: []string{"-d", p}})
+	cmd, err := j.c.Run(ctx, j.session.ID, withPaths(client.Run{Command: "test", Args: []string{"-d"}}, p))
 	return err == nil && *cmd.ExitCode == 0, err
+}
+
+// withPaths adds paths in the sandbox to the arguments of a command. Arguments
+// are text; with paths that are not, xargs reads them from standard input.
+func withPaths(r client.Run, paths ...string) client.Run {
+	if !slices.ContainsFunc(paths, func(p string) bool { return !utf8.ValidString(p) }) {
+		r.Args = append(r.Args, paths...)
+		return r
+	}
+	r.Args = append([]string{"-0", r.Command}, r.Args...)
+	r.Command, r.Stdin = "xargs", strings.NewReader(strings.Join(paths, "\x00")+"\x00")
+	return r
 }
 
 // contents reports whether p means what is in a directory, not the directory.

@@ -72,7 +72,7 @@ func (j *copying) saveFile(f *client.File, target string) (err error) {
 
 // downloadTree copies a directory by running tar in the sandbox.
 func (j *copying) downloadTree(ctx context.Context, abs, source, target string) error {
-	run := client.Run{Command: "tar", Args: []string{"-c", "-f", "-", "-C", abs, "."}}
+	run := withPaths(client.Run{Command: "tar", Args: []string{"-c", "-f", "-", "-C"}}, abs, ".")
 	if target == "-" {
 		run.Stdout = writerFunc(func(p []byte) (int, error) {
 			j.bytes.Add(int64(len(p)))

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/cloche-dev/cloche/client"
 )
@@ -73,7 +74,11 @@ func (j *copying) upload(ctx context.Context, source, target string) error {
 // uploadTree unpacks a tree with tar, in the directory abs.
 func (j *copying) uploadTree(ctx context.Context, source, abs string) error {
 	j.links = true
-	next, stop := iter.Pull(j.tree(source, ""))
+	dir, base := abs, ""
+	if !utf8.ValidString(abs) { // no argument, but a name in the archive
+		dir, base = "/", strings.TrimPrefix(abs, "/")
+	}
+	next, stop := iter.Pull(j.tree(source, base))
 	defer stop()
 	r, w := io.Pipe()
 	done := make(chan error, 1)
@@ -83,7 +88,7 @@ func (j *copying) uploadTree(ctx context.Context, source, abs string) error {
 		done <- err
 	}()
 	// -o: everything belongs to the user of the sandbox, also if that is root.
-	err := j.runTar(ctx, client.Run{Command: "tar", Args: []string{"-x", "-p", "-o", "-f", "-", "-C", abs}, Stdin: r})
+	err := j.runTar(ctx, client.Run{Command: "tar", Args: []string{"-x", "-p", "-o", "-f", "-", "-C", dir}, Stdin: r})
 	r.CloseWithError(errStopped)
 	if archiveErr := <-done; err == nil && j.reported() == 0 {
 		err = archiveErr

@@ -1,5 +1,5 @@
 // Drives a server through the official SDK 1.x, unmodified. Usage:
-// SDK_DIR=… BASE=http://… node v1.mjs
+// SDK_DIR=… BASE=http://… [TOKEN=… TEAM=… PROJECT=…] node v1.mjs
 import assert from "node:assert/strict";
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
@@ -8,7 +8,8 @@ const root = join(process.env.SDK_DIR, "node_modules/@vercel/sandbox");
 const { Sandbox, APIError } = await import(pathToFileURL(join(root, "dist/index.js")));
 const base = process.env.BASE;
 const fetch = (url, init) => globalThis.fetch(url.replace("https://vercel.com/api/", `${base}/api/`), init);
-const auth = { token: "secret-token", teamId: "team_self", projectId: "prj_self", fetch };
+const { TOKEN = "secret-token", TEAM = "team_self", PROJECT = "prj_self" } = process.env;
+const auth = { token: TOKEN, teamId: TEAM, projectId: PROJECT, fetch };
 const status = (code) => (err) => {
   assert.ok(err instanceof APIError, `${err?.stack}`);
   assert.equal(err.response.status, code, err.message);

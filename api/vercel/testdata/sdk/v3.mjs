@@ -1,5 +1,5 @@
 // Drives a server through the official SDK 2.x or 3.x, unmodified. Usage:
-// SDK_DIR=… BASE=http://… node v3.mjs
+// SDK_DIR=… BASE=http://… [TOKEN=… TEAM=… PROJECT=… OTHER_TOKEN=… …] node v3.mjs
 import assert from "node:assert/strict";
 import { randomBytes } from "node:crypto";
 import { readFileSync } from "node:fs";
@@ -18,7 +18,10 @@ const fetch = (url, init) => {
   calls.push(`${init.method} ${new URL(url).pathname}`);
   return globalThis.fetch(url.replace("https://vercel.com/api/", `${base}/api/`), init);
 };
-const auth = { token: "secret-token", teamId: "team_self", projectId: "prj_self", fetch };
+const { TOKEN = "secret-token", TEAM = "team_self", PROJECT = "prj_self" } = process.env;
+const { OTHER_TOKEN = "other-token", OTHER_TEAM = "team_other", OTHER_PROJECT = "prj_other" } = process.env;
+const auth = { token: TOKEN, teamId: TEAM, projectId: PROJECT, fetch };
+const other = { token: OTHER_TOKEN, teamId: OTHER_TEAM, projectId: OTHER_PROJECT, fetch };
 const status = (code, match) => (err) => {
   assert.ok(err instanceof APIError, `${err?.stack}`);
   assert.equal(err.response.status, code);
@@ -54,7 +57,7 @@ await check("create", async () => {
   assert.equal(sandbox.networkPolicy, "deny-all");
 });
 await check("create refuses a taken name", () =>
-  assert.rejects(Sandbox.create({ ...auth, name: `${tag}-main` }), status(409, /taken/)));
+  assert.rejects(Sandbox.create({ ...auth, name: `${tag}-main` }), status(409, /taken|already/)));
 await check("create with a runtime", async () => {
   const box = await Sandbox.create({ ...auth, name: `${tag}-runtime`, runtime: "node22" });
   assert.equal(box.runtime, "node22");
@@ -95,12 +98,10 @@ await check("getOrCreate", async () => {
 });
 await check("wrong token, team, project", async () => {
   await assert.rejects(Sandbox.get({ ...auth, token: "nope", name: "x" }), status(401));
-  await assert.rejects(Sandbox.get({ ...auth, teamId: "team_other", name: "x" }), status(403));
-  await assert.rejects(Sandbox.get({ ...auth, projectId: "prj_other", name: "x" }), status(403));
-  await assert.rejects(Sandbox.create({ ...auth, projectId: "prj_other" }), status(403));
-  await assert.rejects(
-    Sandbox.get({ ...auth, token: "other-token", teamId: "team_other", projectId: "prj_other", name: `${tag}-main` }),
-    status(404));
+  await assert.rejects(Sandbox.get({ ...auth, teamId: OTHER_TEAM, name: "x" }), status(403));
+  await assert.rejects(Sandbox.get({ ...auth, projectId: OTHER_PROJECT, name: "x" }), status(403));
+  await assert.rejects(Sandbox.create({ ...auth, projectId: OTHER_PROJECT }), status(403));
+  await assert.rejects(Sandbox.get({ ...other, name: `${tag}-main` }), status(404));
 });
 await check("list, pages, filters", async () => {
   const names = [];
@@ -190,7 +191,7 @@ await check("an abort kills the command", async () => {
     abort.abort();
     await assert.rejects(run);
     for (;;) {
-      try { process.kill(Number(pid), 0); } catch { return; }
+      if ((await sandbox.runCommand("sh", ["-c", `kill -0 ${pid}`])).exitCode !== 0) return;
       await new Promise((r) => setTimeout(r, 10));
     }
   }
