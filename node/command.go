@@ -171,21 +171,56 @@ func copyStream(l *commandLog, stream Stream) (*cloche.Exit, error) {
 	}
 }
 
-// finish records the exit and lets the agent forget the command.
+// finish records the exit and lets the agent forget the command, later.
 func (n *Node) finish(s *session, l *commandLog, exit cloche.Exit) error {
 	failpoint.Here("node/run/before-exit")
 	if err := l.exit(exit); err != nil {
 		return err
 	}
 	failpoint.Here("node/run/after-exit")
-	ctx, cancel := context.WithTimeout(n.life, 5*time.Second)
-	defer cancel()
-	if err := s.guest.Forget(ctx, l.header.ID); err != nil {
-		// The exit is on disk; the agent keeps a small record until it ends.
-		n.log.Debug("forgetting a command", "session", s.id, "command", l.header.ID, "error", err)
-	}
+	n.forget(s, l.header.ID)
 	return nil
 }
+
+// forget lets the agent drop what it keeps of an ended command. It waits until
+// there is more of that or a moment has passed, so that the calls do not stand
+// in the way of the next command. What a crash leaves is forgotten by Recover.
+func (n *Node) forget(s *session, id cloche.CommandID) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ended = append(s.ended, id)
+	if s.forgetting {
+		return
+	}
+	s.forgetting = true
+	n.wg.Go(func() {
+		select {
+		case <-time.After(forgetDelay):
+		case <-n.life.Done():
+			return
+		}
+		s.mu.Lock()
+		ended := s.ended
+		s.ended, s.forgetting = nil, false
+		s.mu.Unlock()
+		ctx, cancel := context.WithTimeout(n.life, forgetLimit)
+		defer cancel()
+		for _, id := range ended {
+			if err := s.guest.Forget(ctx, id); err != nil {
+				// The exit is on disk; the agent keeps a small record until it ends.
+				n.log.Debug("forgetting a command", "session", s.id, "command", id, "error", err)
+				return
+			}
+		}
+	})
+}
+
+const (
+	// forgetDelay bounds how many ended commands an agent holds: at 300 a
+	// second, which is more than gVisor starts, far less than guest.MaxCommands.
+	forgetDelay = 200 * time.Millisecond
+	forgetLimit = 5 * time.Second
+)
 
 // resume records where a new stream begins. A gap can only be output that an
 // earlier process acknowledged beyond what it kept.

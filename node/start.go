@@ -33,6 +33,9 @@ type session struct {
 	mu       sync.Mutex
 	stopping bool
 	commands map[cloche.CommandID]*command // running ones
+
+	ended      []cloche.CommandID // that the agent may forget
+	forgetting bool               // a goroutine will tell it
 }
 
 // Start makes the session's top, machine and channel, and returns once the
