@@ -5,9 +5,13 @@ package main
 
 import (
 	"context"
+	"fmt"
+	"math"
 	"os"
 	"os/signal"
 	"syscall"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/cloche-dev/cloche/cli"
 	"github.com/cloche-dev/cloche/driver/gvisor"
@@ -19,10 +23,25 @@ var version = "devel"
 func main() {
 	// The gVisor driver runs this binary again for the processes of a machine.
 	gvisor.Dispatch()
+	if err := keepDescriptors(); err != nil {
+		fmt.Fprintln(os.Stderr, "cloche:", err)
+		os.Exit(cli.ExitFailed)
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	code := cli.Main(ctx, os.Args[1:], os.Environ(), os.Stdin, os.Stdout, os.Stderr, hostCommands()...)
 	stop()
 	os.Exit(code)
+}
+
+// keepDescriptors marks whatever descriptors this process was started with,
+// standard streams aside, so that no process that it starts gets them: not a
+// machine, and not mmdebstrap, whose shell lines break on a number over 9.
+func keepDescriptors() error {
+	err := unix.CloseRange(3, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC) // Linux 5.11
+	if err != nil {
+		return fmt.Errorf("mark inherited descriptors: %w", err)
+	}
+	return nil
 }
 
 // hostCommands are the commands that need more than a client.
