@@ -68,6 +68,8 @@ func (p *psCmd) Run(ctx context.Context, env *Env) error {
 // status is how a command is, in a word or two.
 func status(cmd client.Command) string {
 	switch {
+	case cmd.Lost:
+		return "lost" // with its machine
 	case cmd.ExitCode == nil:
 		return "running"
 	case cmd.Cause != "":

@@ -316,6 +316,10 @@ func TestLogsAreWholeThoughCutThreeTimes(t *testing.T) {
 
 func TestLogsWithoutFollowEndInAPause(t *testing.T) {
 	c := serve(t, func(w http.ResponseWriter, r *http.Request) {
+		if !strings.HasSuffix(r.URL.Path, "/logs") {
+			io.WriteString(w, `{"command":{"exitCode":null}}`)
+			return
+		}
 		put := answerFrames(w)
 		put(frames.Stdout, "so far")
 		<-r.Context().Done()
@@ -325,6 +329,26 @@ func TestLogsWithoutFollowEndInAPause(t *testing.T) {
 	var out strings.Builder
 	if err := c.Logs(ctx, session, command, false, &out, io.Discard); err != nil || out.String() != "so far" {
 		t.Errorf("%q %v", out.String(), err)
+	}
+}
+
+func TestLogsOfWhatHasEndedAreWholeDespiteAPause(t *testing.T) {
+	for _, state := range []string{`{"exitCode":0}`, `{"exitCode":null,"lost":true}`} {
+		c := serve(t, func(w http.ResponseWriter, r *http.Request) {
+			if !strings.HasSuffix(r.URL.Path, "/logs") {
+				io.WriteString(w, `{"command":`+state+`}`)
+				return
+			}
+			put := answerFrames(w)
+			put(frames.Stdout, "one ")
+			<-time.After(2 * quiet)
+			put(frames.Stdout, "two")
+			put(frames.End, "")
+		})
+		var out strings.Builder
+		if err := c.Logs(t.Context(), session, command, false, &out, io.Discard); err != nil || out.String() != "one two" {
+			t.Errorf("%s: %q %v", state, out.String(), err)
+		}
 	}
 }
 

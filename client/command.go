@@ -30,7 +30,11 @@ type Command struct {
 	// Extras of ours.
 	Signal int              `json:"signal,omitempty"` // that ended it; 0 = none
 	Cause  cloche.ExitCause `json:"cause,omitempty"`
+	Lost   bool             `json:"lost,omitempty"` // the machine ended first: no exit code will come
 }
+
+// Ended reports whether the command will do no more.
+func (c *Command) Ended() bool { return c.ExitCode != nil || c.Lost }
 
 // Run is the request to run a command.
 type Run struct {
@@ -234,10 +238,18 @@ const (
 )
 
 // Logs writes a command's log, byte for byte, from its start: with follow until
-// the command has ended, else until there is a pause. A connection that breaks
+// the command has ended, else, if it runs, until there is a pause. A connection that breaks
 // in the middle is made anew, and what was written already is passed over; the
 // server may take some seconds to come back. Notices of the server go to stderr.
 func (c *Client) Logs(ctx context.Context, id cloche.SessionID, cmd cloche.CommandID, follow bool, stdout, stderr io.Writer) error {
+	if !follow {
+		// A pause in the log of one that has ended is the network's, not the end.
+		now, err := c.GetCommand(ctx, id, cmd)
+		if err != nil {
+			return err
+		}
+		follow = now.Ended()
+	}
 	out, errs := &resumed{w: stdout}, &resumed{w: stderr}
 	for failures := 0; ; {
 		before := out.done + errs.done

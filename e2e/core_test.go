@@ -3,10 +3,10 @@ package e2e
 import (
 	"archive/tar"
 	"bytes"
-	"compress/gzip"
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -113,26 +113,16 @@ func TestF1_Sizes(t *testing.T) {
 	}
 }
 
-// tarOf streams a compressed archive of one file.
+// tarOf streams an archive of one file.
 func tarOf(t *testing.T, name string, size int64, content io.Reader) io.Reader {
 	r, w := io.Pipe()
 	go func() { // ends when the reader has all or goes away
-		gz, err := gzip.NewWriterLevel(w, gzip.NoCompression)
-		if err != nil {
-			w.CloseWithError(err)
-			return
-		}
-		tw := tar.NewWriter(gz)
-		err = tw.WriteHeader(&tar.Header{Name: name, Size: size, Mode: 0o644, Typeflag: tar.TypeReg})
+		tw := tar.NewWriter(w)
+		err := tw.WriteHeader(&tar.Header{Name: name, Size: size, Mode: 0o644, Typeflag: tar.TypeReg})
 		if err == nil {
 			_, err = io.CopyN(tw, content, size)
 		}
-		for _, c := range []io.Closer{tw, gz} {
-			if cerr := c.Close(); err == nil {
-				err = cerr
-			}
-		}
-		w.CloseWithError(err)
+		w.CloseWithError(errors.Join(err, tw.Close()))
 	}()
 	return r
 }

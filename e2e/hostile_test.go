@@ -3,7 +3,6 @@ package e2e
 import (
 	"archive/tar"
 	"bytes"
-	"compress/gzip"
 	"context"
 	"errors"
 	"fmt"
@@ -288,14 +287,13 @@ func TestTarAttacks(t *testing.T) {
 			dir = "/"
 		}
 		var b bytes.Buffer
-		gz := gzip.NewWriter(&b)
-		tw := tar.NewWriter(gz)
+		tw := tar.NewWriter(&b)
 		for _, h := range headers {
 			if err := tw.WriteHeader(&h); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if err := errors.Join(tw.Close(), gz.Close()); err != nil {
+		if err := tw.Close(); err != nil {
 			t.Fatal(err)
 		}
 		if err := s.c.WriteFiles(t.Context(), v.Session.ID, dir, &b); err == nil {
@@ -316,19 +314,19 @@ func TestTarAttacks(t *testing.T) {
 	alive(s, v, "hostile archives")
 }
 
-// TestTarBomb: a million entries end at the bound.
+// TestTarBomb: a million entries end at the bound, of whatever they are; the
+// same directories again and again are quick.
 func TestTarBomb(t *testing.T) {
 	s := newServer(t)
 	v := s.create(client.Create{})
 	r, w := io.Pipe()
 	go func() { // ends when the server refuses
-		gz := gzip.NewWriter(w)
-		tw := tar.NewWriter(gz)
+		tw := tar.NewWriter(w)
 		var err error
 		for i := 0; err == nil && i < 1_000_000; i++ {
-			err = tw.WriteHeader(&tar.Header{Name: "bomb/" + strconv.Itoa(i), Typeflag: tar.TypeReg, Mode: 0o644})
+			err = tw.WriteHeader(&tar.Header{Name: "bomb/" + strconv.Itoa(i%100) + "/", Typeflag: tar.TypeDir, Mode: 0o755})
 		}
-		w.CloseWithError(errors.Join(err, tw.Close(), gz.Close()))
+		w.CloseWithError(errors.Join(err, tw.Close()))
 	}()
 	err := s.c.WriteFiles(t.Context(), v.Session.ID, "/tmp", r)
 	_ = r.Close() // lets the writer end

@@ -69,6 +69,13 @@ func newServer(t *testing.T, args ...string) *server {
 	return s
 }
 
+// in is the server for a subtest, which must not start or stop it.
+func (s *server) in(t *testing.T) *server {
+	c := *s
+	c.t = t
+	return &c
+}
+
 // finish stops what runs and checks what is left.
 func (s *server) finish() {
 	if s.cmd == nil {

@@ -333,10 +333,9 @@ func (u *unpacker) layerFile(ctx context.Context, blob string, want v1.Hash, m *
 
 // imageConfig keeps what a sandbox needs of an image's configuration.
 func imageConfig(c v1.Config) (cloche.ImageConfig, error) {
-	// "user", "uid", "user:group" or "uid:gid"; the group comes from the
-	// image's own /etc/passwd.
-	user, _, _ := strings.Cut(c.User, ":")
-	if len(user) > 256 || strings.ContainsAny(user, "\x00\n/") {
+	// "user", "uid", "user:group" or "uid:gid", which is also what the agent
+	// takes.
+	if len(c.User) > 256 || strings.ContainsAny(c.User, "\x00\n/") {
 		return cloche.ImageConfig{}, cloche.Errorf(cloche.CodeInvalid, "the image's user is not a name or a number")
 	}
 	if len(c.WorkingDir) > cloche.MaxPathLen || strings.ContainsRune(c.WorkingDir, 0) {
@@ -351,5 +350,5 @@ func imageConfig(c v1.Config) (cloche.ImageConfig, error) {
 	if err := cloche.CheckEnv(env); err != nil {
 		return cloche.ImageConfig{}, fmt.Errorf("image configuration: %w", err)
 	}
-	return cloche.ImageConfig{User: user, WorkDir: path.Clean("/" + c.WorkingDir), Env: env}, nil
+	return cloche.ImageConfig{User: c.User, WorkDir: path.Clean("/" + c.WorkingDir), Env: env}, nil
 }

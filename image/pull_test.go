@@ -149,7 +149,7 @@ func TestPull(t *testing.T) {
 				t.Errorf("image is %s; want %s:latest@%s", img.Reference(), ref, digest)
 			}
 			c := img.Config
-			if c.User != "node" || c.WorkDir != "/app" || len(c.Env) != 2 || c.Env["PATH"] != "/bin" || c.Env["A"] != "b=c" || len(c.Runtimes) != 0 {
+			if c.User != "node:node" || c.WorkDir != "/app" || len(c.Env) != 2 || c.Env["PATH"] != "/bin" || c.Env["A"] != "b=c" || len(c.Runtimes) != 0 {
 				t.Errorf("configuration is %+v", c)
 			}
 			got := hostDir{tree: l.treePath(img.ID)}.list(t)
