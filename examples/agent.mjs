@@ -15,7 +15,7 @@ process.env.AGENT_API_KEY = "a key that the snippet must never see";
 
 say("1. create a sandbox");
 const started = performance.now();
-await using sandbox = await Sandbox.create({ timeout: 120_000 });
+const sandbox = await Sandbox.create({ timeout: 120_000 });
 console.log(`   ${sandbox.name}, ${sandbox.vcpus ?? "?"} vCPUs, ready after ${Math.round(performance.now() - started)} ms`);
 
 say("2. write what the model wrote, and run it");
@@ -42,4 +42,5 @@ const seen = (await spy.stdout()).includes(process.env.AGENT_API_KEY);
 console.log(`   ${seen ? "IT SAW THE KEY" : "nothing of the host in " + (await spy.stdout()).length + " bytes of environment"}`);
 if (seen || result.exitCode !== 0 || loop.exitCode !== 137) process.exitCode = 1;
 
-say("6. stop: the machine and its files are gone");
+say("6. stop: the machine and its files are gone, the logs stay");
+await sandbox.stop();
