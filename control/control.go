@@ -44,6 +44,11 @@ type Node interface {
 	// session has ended.
 	Logs(ctx context.Context, id cloche.SessionID, cmd cloche.CommandID) (cloche.LogReader, error)
 
+	// Logged gives the id of every session that has logs on the host.
+	Logged(ctx context.Context) ([]cloche.SessionID, error)
+	// DropLogs removes the logs of an ended session. None is success.
+	DropLogs(ctx context.Context, id cloche.SessionID) error
+
 	MakeDir(ctx context.Context, id cloche.SessionID, d cloche.MakeDir) error
 	WriteFiles(ctx context.Context, id cloche.SessionID, w cloche.WriteFiles, tar io.Reader) error
 	// ReadFile fails with CodeNotFound for no such file and CodeInvalid for a

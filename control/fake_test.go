@@ -162,6 +162,39 @@ func (n *fakeNode) Logs(context.Context, cloche.SessionID, cloche.CommandID) (cl
 	return emptyLog{}, nil
 }
 
+// logDir holds a file for each session that has logs, as long as it exists.
+func (n *fakeNode) logDir() string { return filepath.Join(filepath.Dir(n.dir), "logs") }
+
+func (n *fakeNode) Logged(context.Context) (ids []cloche.SessionID, err error) {
+	entries, err := os.ReadDir(n.logDir())
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	for _, e := range entries {
+		ids = append(ids, cloche.SessionID(e.Name()))
+	}
+	return ids, nil
+}
+
+func (n *fakeNode) DropLogs(_ context.Context, id cloche.SessionID) error {
+	err := os.Remove(filepath.Join(n.logDir(), string(id)))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// hasLogs makes a log for a session, as a command in it would.
+func (n *fakeNode) hasLogs(t testing.TB, id cloche.SessionID) {
+	t.Helper()
+	if err := os.MkdirAll(n.logDir(), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(n.logDir(), string(id)), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func (n *fakeNode) MakeDir(_ context.Context, id cloche.SessionID, _ cloche.MakeDir) error {
 	return n.machine(id)
 }

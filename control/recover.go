@@ -50,6 +50,7 @@ func (c *Control) Recover(ctx context.Context) error {
 			return err
 		}
 	}
+	c.work.Go(func() { c.sweepLogs(c.ctx) })
 	return nil
 }
 

@@ -194,9 +194,16 @@ func (c *Control) DeleteSandbox(ctx context.Context, p cloche.Principal, name st
 				return v, err
 			}
 		} else {
+			sessions, err := c.sessionsOf(ctx, &v.Sandbox)
+			if err != nil {
+				return v, err
+			}
 			failpoint.Here("control/delete/before-record")
-			err := c.store.DeleteSandbox(context.WithoutCancel(ctx), id, v.Session.ID)
+			err = c.store.DeleteSandbox(context.WithoutCancel(ctx), id, v.Session.ID)
 			failpoint.Here("control/delete/after-record")
+			if err == nil {
+				c.dropLogs(ctx, sessions)
+			}
 			if cloche.ErrorCode(err) != cloche.CodeConflict {
 				return v, err
 			}

@@ -383,3 +383,36 @@ func (n *Node) Signal(ctx context.Context, id cloche.SessionID, cmd cloche.Comma
 	}
 	return n.Command(ctx, id, cmd)
 }
+
+// Logged gives the id of every session that has logs on the host.
+func (n *Node) Logged(context.Context) ([]cloche.SessionID, error) {
+	entries, err := os.ReadDir(n.cfg.LogDir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, cloche.Internal("command logs", err)
+	}
+	var ids []cloche.SessionID
+	for _, e := range entries {
+		if id := cloche.SessionID(e.Name()); id.Valid() {
+			ids = append(ids, id)
+		}
+	}
+	return ids, nil
+}
+
+// DropLogs removes the logs of a session that has ended. None is success.
+// Whoever reads one reads on to its end.
+func (n *Node) DropLogs(_ context.Context, id cloche.SessionID) error {
+	if !id.Valid() {
+		return cloche.Errorf(cloche.CodeInvalid, "%q is not a session id", id)
+	}
+	if _, err := n.session(id); err == nil {
+		return cloche.Errorf(cloche.CodeConflict, "session %s is running", id)
+	}
+	if err := os.RemoveAll(filepath.Join(n.cfg.LogDir, string(id))); err != nil {
+		return cloche.Internal("command logs", err)
+	}
+	return nil
+}

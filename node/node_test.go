@@ -302,3 +302,27 @@ func TestForeignIDs(t *testing.T) {
 		}
 	}
 }
+
+// Logs of a deleted sandbox go; those of a running session do not.
+func TestDropLogs(t *testing.T) {
+	h := newHost(t)
+	n := h.node(0)
+	s, c := start(t, n)
+	if err := n.DropLogs(t.Context(), s.ID); cloche.ErrorCode(err) != cloche.CodeConflict {
+		t.Errorf("logs of a running session: %v", err)
+	}
+	if _, err := n.Stop(t.Context(), s.ID, 0); err != nil {
+		t.Fatal(err)
+	}
+	if ids, err := n.Logged(t.Context()); err != nil || len(ids) != 1 || ids[0] != s.ID {
+		t.Errorf("Logged: %v, %v", ids, err)
+	}
+	for range 2 {
+		if err := n.DropLogs(t.Context(), s.ID); err != nil {
+			t.Errorf("DropLogs: %v", err)
+		}
+	}
+	if _, err := n.Command(t.Context(), s.ID, c.ID); cloche.ErrorCode(err) != cloche.CodeNotFound {
+		t.Errorf("command after: %v", err)
+	}
+}
