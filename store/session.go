@@ -91,11 +91,13 @@ func noSession(id cloche.SessionID) error {
 	return cloche.Errorf(cloche.CodeNotFound, "there is no session %s", id)
 }
 
+const sessionQuery = `SELECT ` + sessionColumns + `
+	FROM session s JOIN sandbox b ON b.id = s.sandbox_id WHERE s.id = ? AND b.deleted_at = 0`
+
 // Session returns a session of a sandbox that was not deleted. None is
 // CodeNotFound.
 func (s *Store) Session(ctx context.Context, id cloche.SessionID) (cloche.Session, error) {
-	v, err := scanSession(s.read.QueryRowContext(ctx, `SELECT `+sessionColumns+`
-		FROM session s JOIN sandbox b ON b.id = s.sandbox_id WHERE s.id = ? AND b.deleted_at = 0`, id))
+	v, err := scanSession(s.sessionByID.QueryRowContext(ctx, id))
 	if errors.Is(err, sql.ErrNoRows) {
 		return v, noSession(id)
 	}

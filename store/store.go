@@ -37,6 +37,11 @@ type Store struct {
 	write *sql.DB
 	read  *sql.DB
 	seal  Sealer
+
+	// What every request of the API asks, parsed once: parsing takes as long
+	// as the answer.
+	sessionByID *sql.Stmt
+	tokenByHash *sql.Stmt
 }
 
 // busyTimeout is how long a connection waits for another process that has the
@@ -66,6 +71,9 @@ func Open(ctx context.Context, path string, seal Sealer) (*Store, error) {
 	err = migrate(ctx, s.write)
 	if err == nil {
 		err = s.checkKey(ctx)
+	}
+	if err == nil {
+		err = s.prepare(ctx)
 	}
 	if err != nil {
 		return nil, errors.Join(err, s.Close())
@@ -109,12 +117,28 @@ func dsn(path string, q url.Values) string {
 // Close closes all connections after the calls in flight. It is idempotent.
 func (s *Store) Close() error {
 	var errs []error
+	for _, q := range []*sql.Stmt{s.sessionByID, s.tokenByHash} {
+		if q != nil {
+			errs = append(errs, q.Close())
+		}
+	}
 	for _, db := range []*sql.DB{s.read, s.write} {
 		if db != nil {
 			errs = append(errs, db.Close())
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// prepare parses the queries of every request.
+func (s *Store) prepare(ctx context.Context) (err error) {
+	if s.sessionByID, err = s.read.PrepareContext(ctx, sessionQuery); err != nil {
+		return fmt.Errorf("session query: %w", err)
+	}
+	if s.tokenByHash, err = s.read.PrepareContext(ctx, tokenQuery); err != nil {
+		return fmt.Errorf("token query: %w", err)
+	}
+	return nil
 }
 
 // sealCheck is the known text of seal_check.

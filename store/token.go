@@ -32,10 +32,12 @@ func (s *Store) PutToken(ctx context.Context, t cloche.Token) error {
 	})
 }
 
+const tokenQuery = `SELECT ` + tokenColumns + ` FROM token WHERE hash = ?`
+
 // TokenByHash returns the token whose secret has that hash. None is
 // CodeNotFound.
 func (s *Store) TokenByHash(ctx context.Context, hash [32]byte) (cloche.Token, error) {
-	t, err := scanToken(s.read.QueryRowContext(ctx, `SELECT `+tokenColumns+` FROM token WHERE hash = ?`, hash[:]))
+	t, err := scanToken(s.tokenByHash.QueryRowContext(ctx, hash[:]))
 	if errors.Is(err, sql.ErrNoRows) {
 		return t, cloche.Errorf(cloche.CodeNotFound, "there is no such token")
 	}
