@@ -46,6 +46,36 @@ func TestDocumentsNameWhatExists(t *testing.T) {
 	}
 }
 
+// TestThreatModelNamesTests: every test that the threat model calls a proof is
+// there.
+func TestThreatModelNamesTests(t *testing.T) {
+	text, err := os.ReadFile("THREAT-MODEL.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	declared := map[string]bool{}
+	walkGo(t, func(name string) {
+		f, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.SkipObjectResolution)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range f.Decls {
+			if fn, ok := d.(*ast.FuncDecl); ok {
+				declared[fn.Name.Name] = true
+			}
+		}
+	})
+	names := regexp.MustCompile("`((?:[Tt]est|Fuzz)[A-Za-z0-9_]+)`").FindAllStringSubmatch(string(text), -1)
+	if len(names) < 10 {
+		t.Errorf("only %d tests are named", len(names))
+	}
+	for _, m := range names {
+		if !declared[m[1]] {
+			t.Errorf("THREAT-MODEL.md names %s, which is no test", m[1])
+		}
+	}
+}
+
 // TestArchitectureIsShort: at most 300 lines, or nobody reads it.
 func TestArchitectureIsShort(t *testing.T) {
 	text, err := os.ReadFile("ARCHITECTURE.md")

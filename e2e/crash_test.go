@@ -75,12 +75,12 @@ func failpoints(t *testing.T) []string {
 // named kills at them.
 var elsewhere = map[string]string{
 	"image/":                  "image: TestCrash",
-	"store/":                  "control: TestL1_KilledAtEveryFailpoint",
-	"control/end/before-name": "as store/: a creation that fails",
-	"control/end/after-name":  "as store/: a creation that fails",
-	"control/extend/":         "as store/",
-	"control/update/":         "as store/",
 	"fake/":                   "driver/fake is for tests alone",
+	"auth/":                   "control: TestL1KilledAtAnyStepConverges, a first start",
+	"control/end/before-name": "control: as above, a creation that fails",
+	"control/end/after-name":  "control: as above, a creation that fails",
+	"control/extend/":         "control: as above, an extension",
+	"control/update/":         "control: as above, an update",
 }
 
 // TestCrashAtEveryFailpoint lives through a sandbox's life once for each
