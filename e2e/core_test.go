@@ -283,3 +283,25 @@ func TestSecretsAtRest(t *testing.T) {
 		}
 	}
 }
+
+// TestCPULimit: two busy loops in a sandbox of one vCPU get one CPU's time, and
+// the accounting says so.
+func TestCPULimit(t *testing.T) {
+	s := newServer(t)
+	v := s.create(client.Create{VCPUs: 1})
+	start := time.Now()
+	if _, err := s.try(v.Session.ID, client.Run{Command: "bash", Timeout: 3 * time.Second,
+		Args: []string{"-c", "while :; do :; done & while :; do :; done"}}); err != nil {
+		t.Fatal(err)
+	}
+	busy := time.Since(start)
+	ended, err := s.c.StopSession(t.Context(), v.Session.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cpu := ended.ActiveCPU.Duration()
+	// The start of the machine costs some; on a loaded host the loops get less.
+	if cpu < busy/4 || cpu > busy*13/10+time.Second {
+		t.Errorf("%s of CPU time in %s of two loops on one vCPU", cpu, busy)
+	}
+}
