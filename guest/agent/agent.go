@@ -42,6 +42,8 @@ type Agent struct {
 	budget *budget
 	guard  *guard
 
+	accounts *accounts
+
 	// mu guards what is below.
 	mu       sync.Mutex
 	token    string        // the session's, once the first channel brought it
@@ -97,6 +99,7 @@ func New(log *slog.Logger) (*Agent, error) {
 		groups:   newGrouper(log),
 		null:     null,
 		budget:   newBudget(outputBudget),
+		accounts: newAccounts(),
 		commands: make(map[cloche.CommandID]*command),
 	}
 	a.guard = newGuard(a)

@@ -26,7 +26,7 @@ func (a *Agent) configure(c guest.Config) (guest.Identity, error) {
 	if err := checkConfig(c); err != nil {
 		return guest.Identity{}, err
 	}
-	u, err := lookup(c.User)
+	u, err := a.accounts.lookup(c.User)
 	if err != nil {
 		return guest.Identity{}, err
 	}

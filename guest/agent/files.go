@@ -50,7 +50,7 @@ func (a *Agent) locate(f guest.FileRequest) (place, error) {
 	if spec == "" {
 		spec = cfg.User
 	}
-	u, err := lookup(spec)
+	u, err := a.accounts.lookup(spec)
 	if err != nil {
 		return place{}, err
 	}

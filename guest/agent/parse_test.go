@@ -3,6 +3,7 @@ package agent
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 	"reflect"
 	"strings"
 	"testing"
@@ -201,4 +202,37 @@ func TestWriteRequest(t *testing.T) {
 	if f, err := writeRequest("eyJnemlwIjp0cnVlfQ"); err != nil || !f.Gzip || !reflect.DeepEqual(f, guest.FileRequest{Gzip: true}) {
 		t.Errorf("%+v, %v", f, err)
 	}
+}
+
+// TestAccountFileSeesChanges: a file that was replaced or rewritten is read
+// again, one that has gone is empty.
+func TestAccountFileSeesChanges(t *testing.T) {
+	f := accountFile{path: filepath.Join(t.TempDir(), "passwd")}
+	want := func(content string) {
+		t.Helper()
+		if got, err := f.read(); err != nil || string(got) != content {
+			t.Errorf("read %q, %v; want %q", got, err, content)
+		}
+	}
+	write := func(path, content string) {
+		t.Helper()
+		if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want("")
+	write(f.path, "one")
+	want("one")
+	want("one")
+	write(f.path, "other length")
+	want("other length")
+	write(f.path+"-new", "other  ength") // of the same size, by another inode
+	if err := os.Rename(f.path+"-new", f.path); err != nil {
+		t.Fatal(err)
+	}
+	want("other  ength")
+	if err := os.Remove(f.path); err != nil {
+		t.Fatal(err)
+	}
+	want("")
 }

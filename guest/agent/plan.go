@@ -38,7 +38,7 @@ type plan struct {
 // newPlan checks what can be checked before the fork, as the user that the
 // command will run as. A command that is not there gives a plan that says so on
 // its standard error and exits with 127 or 126, as a shell would.
-func newPlan(id cloche.CommandID, s guest.Start, cfg guest.Config, mark bool) (*plan, error) {
+func (a *Agent) newPlan(id cloche.CommandID, s guest.Start, cfg guest.Config, mark bool) (*plan, error) {
 	if err := checkStart(s); err != nil {
 		return nil, err
 	}
@@ -46,13 +46,13 @@ func newPlan(id cloche.CommandID, s guest.Start, cfg guest.Config, mark bool) (*
 	if spec == "" {
 		spec = cfg.User
 	}
-	caller, err := lookup(spec)
+	caller, err := a.accounts.lookup(spec)
 	if err != nil {
 		return nil, err
 	}
 	p := &plan{user: caller, dir: absolute(cfg.WorkDir, s.WorkDir), argv: s.Argv}
 	if s.Sudo {
-		if p.user, err = lookup("root"); err != nil {
+		if p.user, err = a.accounts.lookup("root"); err != nil {
 			return nil, err
 		}
 	}

@@ -66,7 +66,7 @@ func (a *Agent) enroll(id cloche.CommandID) (*command, guest.Config, error) {
 // launch forks the command and starts the goroutines that serve it.
 func (a *Agent) launch(c *command, s guest.Start, cfg guest.Config) (err error) {
 	_, mark := a.groups.(*sessions)
-	p, err := newPlan(c.id, s, cfg, mark)
+	p, err := a.newPlan(c.id, s, cfg, mark)
 	if err != nil {
 		return err
 	}

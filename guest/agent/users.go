@@ -6,6 +6,9 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/cloche-dev/cloche"
 )
@@ -33,27 +36,73 @@ func rootAccount() account {
 	return account{name: "root", groups: []int{0}, home: "/root", shell: "/bin/sh"}
 }
 
-// lookup resolves "name", "uid", "name:group" or "uid:gid"; "" is root. The
-// files are read each time, because commands change them.
-func lookup(spec string) (account, error) {
-	passwd, err := readAccounts(passwdFile)
+// accounts are the machine's files of users and groups. Commands change them,
+// so each look asks whether they have; reading them each time would cost a
+// command in gVisor a twentieth of its start.
+type accounts struct {
+	passwd, group accountFile
+}
+
+func newAccounts() *accounts {
+	return &accounts{passwd: accountFile{path: passwdFile}, group: accountFile{path: groupFile}}
+}
+
+// lookup resolves "name", "uid", "name:group" or "uid:gid"; "" is root.
+func (a *accounts) lookup(spec string) (account, error) {
+	passwd, err := a.passwd.read()
 	if err != nil {
 		return account{}, err
 	}
-	group, err := readAccounts(groupFile)
+	group, err := a.group.read()
 	if err != nil {
 		return account{}, err
 	}
 	return resolve(spec, passwd, group)
 }
 
-// readAccounts reads a file of the machine; one that is missing is empty.
-func readAccounts(path string) ([]byte, error) {
-	b, err := readBounded(path, maxAccounts)
+// accountFile is one file, read again when it is another or has changed.
+type accountFile struct {
+	path string
+
+	mu   sync.Mutex
+	seen fileState
+	data []byte
+}
+
+// fileState tells a file's content from an earlier one. Editors of accounts
+// write a new file and rename it, so that the inode alone already differs.
+type fileState struct {
+	ino          uint64
+	size         int64
+	mtime, ctime unix.Timespec
+}
+
+// read returns the content; a file that is missing is empty.
+func (f *accountFile) read() ([]byte, error) {
+	var st unix.Stat_t
+	err := unix.Stat(f.path, &st)
+	if errors.Is(err, unix.ENOENT) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	// Taken before the content: a change in between is seen by the next look.
+	now := fileState{st.Ino, st.Size, st.Mtim, st.Ctim}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.data != nil && f.seen == now {
+		return f.data, nil
+	}
+	data, err := readBounded(f.path, maxAccounts)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, nil
 	}
-	return b, err
+	if err != nil {
+		return nil, err
+	}
+	f.seen, f.data = now, data
+	return data, nil
 }
 
 // resolve is lookup on the content of the files.
