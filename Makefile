@@ -46,7 +46,7 @@ demo:
 
 # Not part of test: it has to be fetched first.
 lint:
-	$(GO) run honnef.co/go/tools/cmd/staticcheck@2026.1 ./...
+	$(GO) run honnef.co/go/tools/cmd/staticcheck@v0.8.2 ./...
 
 clean:
 	rm -rf bin $(AGENT)

@@ -48,20 +48,24 @@ func (b *pathBody) path() (string, error) {
 	return p, nil
 }
 
-func (c *call) makeDir() error {
-	id, err := c.session()
-	if err != nil {
-		return err
-	}
+// pathRequest reads a request about one path of a session.
+func (c *call) pathRequest() (id cloche.SessionID, path, cwd string, err error) {
 	var body pathBody
-	if err := c.decode(&body, maxBody); err != nil {
-		return err
+	if id, err = c.session(); err == nil {
+		err = c.decode(&body, maxBody)
 	}
-	path, err := body.path()
+	if err == nil {
+		path, err = body.path()
+	}
+	return id, path, body.Cwd, err
+}
+
+func (c *call) makeDir() error {
+	id, path, cwd, err := c.pathRequest()
 	if err != nil {
 		return err
 	}
-	err = c.Service.MakeDir(c.r.Context(), c.who, id, cloche.MakeDir{Path: path, WorkDir: body.Cwd})
+	err = c.Service.MakeDir(c.r.Context(), c.who, id, cloche.MakeDir{Path: path, WorkDir: cwd})
 	if e := (*cloche.Error)(nil); errors.As(err, &e) && e.Code == cloche.CodeConflict {
 		// What exists is a bad request here, and not a race for a name.
 		return &cloche.Error{Code: cloche.CodeInvalid, Op: e.Op, Message: e.Message, Err: e}
@@ -140,19 +144,11 @@ func (i *idleReader) drain() error {
 // before it cuts the connection, so that half a file never looks whole and no
 // error is taken for content.
 func (c *call) readFile() error {
-	id, err := c.session()
+	id, path, cwd, err := c.pathRequest()
 	if err != nil {
 		return err
 	}
-	var body pathBody
-	if err := c.decode(&body, maxBody); err != nil {
-		return err
-	}
-	path, err := body.path()
-	if err != nil {
-		return err
-	}
-	info, file, err := c.Service.ReadFile(c.r.Context(), c.who, id, cloche.ReadFile{Path: path, WorkDir: body.Cwd})
+	info, file, err := c.Service.ReadFile(c.r.Context(), c.who, id, cloche.ReadFile{Path: path, WorkDir: cwd})
 	if err != nil {
 		return err
 	}
