@@ -113,8 +113,10 @@ func (n *Node) pump(s *session, l *commandLog, stream Stream) {
 
 // copyOutput returns nil once the exit is in the log, and an error when the
 // machine ended first or this process is closing. A stream that breaks while
-// the machine lives is attached again at the offset of the log.
+// the machine lives is attached again at the offset of the log: soon, but ever
+// later for an agent that breaks one after the other.
 func (n *Node) copyOutput(s *session, l *commandLog, stream Stream) error {
+	pause := minPause
 	for {
 		if stream == nil {
 			var err error
@@ -128,6 +130,7 @@ func (n *Node) copyOutput(s *session, l *commandLog, stream Stream) error {
 				return err
 			}
 		}
+		since := time.Now()
 		exit, err := copyStream(l, stream)
 		closeErr := stream.Close()
 		stream = nil
@@ -142,6 +145,12 @@ func (n *Node) copyOutput(s *session, l *commandLog, stream Stream) error {
 			return err
 		}
 		n.log.Debug("command stream broke", "session", s.id, "command", l.header.ID, "error", err)
+		if time.Since(since) > calm {
+			pause = minPause
+		}
+		// An end of the machine meanwhile is Attach's to meet.
+		_, _ = waitEnd(n.life, s.machine, pause)
+		pause = min(2*pause, maxPause)
 	}
 }
 
@@ -222,13 +231,17 @@ const (
 	forgetLimit = 5 * time.Second
 )
 
+// maxGaps bounds the notices of gaps that one process writes into one log.
+const maxGaps = 16
+
 // resume records where a new stream begins. A gap can only be output that an
-// earlier process acknowledged beyond what it kept.
+// earlier process acknowledged beyond what it kept, or a lie of the agent's.
 func (l *commandLog) resume(st guest.Started) error {
 	starting := l.starting()
 	l.mu.Lock()
 	gap := st.Offset - l.offset
-	if gap > 0 && !l.status.Truncated {
+	if gap > 0 && !l.status.Truncated && l.gaps < maxGaps {
+		l.gaps++
 		err := l.recordLocked(cloche.StreamNotice, fmt.Appendf(nil, "\n[cloche: %d bytes of output are missing here]\n", gap))
 		if err != nil {
 			l.mu.Unlock()

@@ -193,7 +193,8 @@ type process struct {
 	exit    *cloche.Exit
 	changed chan struct{}
 	start   guest.Start
-	cuts    int // streams to break after the next piece of output
+	cuts    int   // streams to break after the next piece of output
+	skip    int64 // bytes of output that each new stream claims to be lost
 }
 
 // print adds output.
@@ -296,7 +297,13 @@ func (c *channel) Attach(ctx context.Context, id cloche.CommandID, offset int64)
 	if p == nil {
 		return nil, cloche.Errorf(cloche.CodeNotFound, "no command %s", id)
 	}
-	return &stream{ctx: ctx, c: c, m: m, p: p, pos: max(offset, p.acked)}, nil
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pos := max(offset, p.acked)
+	if pos > 0 {
+		pos += p.skip
+	}
+	return &stream{ctx: ctx, c: c, m: m, p: p, pos: pos}, nil
 }
 
 func (c *channel) Commands(context.Context) (list []guest.Status, _ error) {

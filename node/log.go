@@ -88,6 +88,7 @@ type commandLog struct {
 	size    int64          // of the file, whole records only
 	offset  int64          // output bytes received, kept or dropped
 	kept    int64          // output bytes in the file
+	gaps    int            // notices of missing output that this process wrote
 	changed chan struct{}  // closed and replaced at each change
 	ended   bool           // no record will follow
 	buf     []byte         // of recordLocked

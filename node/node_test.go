@@ -326,3 +326,33 @@ func TestDropLogs(t *testing.T) {
 		t.Errorf("command after: %v", err)
 	}
 }
+
+// An agent that breaks every stream as soon as it has it, and claims output that
+// is lost each time, costs neither the host's CPU nor its disk.
+func TestAgentThatBreaksEveryStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHost(t)
+		n := h.node(0)
+		s, c := start(t, n)
+		p := h.machine(s.ID).process(t)
+		p.mu.Lock()
+		p.cuts, p.skip = 1000, 1
+		p.mu.Unlock()
+		began := time.Now()
+		p.print(cloche.Stdout, "x")
+		p.end(cloche.Exit{Code: 6})
+		if got, err := n.Wait(t.Context(), s.ID, c.ID); err != nil || got.Exit.Code != 6 {
+			t.Fatalf("Wait: %+v, %v", got, err)
+		}
+		if took := time.Since(began); took < 10*time.Minute {
+			t.Errorf("1000 streams broke in %s", took)
+		}
+		log, err := readLog(t, n, s.ID, c.ID)
+		if err != nil || len(log) > 4<<10 || !strings.Contains(log, "bytes of output are missing here") {
+			t.Errorf("log of %d bytes: %.300q, %v", len(log), log, err)
+		}
+		if err := n.Close(); err != nil { // the bubble waits for what it owns
+			t.Error(err)
+		}
+	})
+}

@@ -137,16 +137,12 @@ func (s *session) configure(ctx context.Context, c guest.Config) error {
 // retry calls f until it succeeds, fails for good, or the machine or ctx ends.
 // A channel that does not work yet is CodeUnavailable.
 func retry[T any](ctx context.Context, m driver.Machine, f func() (T, error)) (T, error) {
-	const step = 5 * time.Millisecond
-	for {
+	for pause := minPause; ; pause = min(2*pause, maxPause) {
 		v, err := f()
 		if cloche.ErrorCode(err) != cloche.CodeUnavailable {
 			return v, err
 		}
-		// Wait as long as a step for the end of the machine: that is the pause.
-		pause, cancel := context.WithTimeout(ctx, step)
-		exit, werr := m.Wait(pause)
-		cancel()
+		exit, werr := waitEnd(ctx, m, pause)
 		if werr == nil {
 			return v, fmt.Errorf("the machine ended (%s %s): %w", exit.Cause, exit.Detail, err)
 		}
@@ -154,6 +150,21 @@ func retry[T any](ctx context.Context, m driver.Machine, f func() (T, error)) (T
 			return v, fmt.Errorf("the agent does not answer: %w", err)
 		}
 	}
+}
+
+// Between two tries of what an agent refused. An agent that always refuses must
+// not keep this process busy.
+const (
+	minPause = 5 * time.Millisecond
+	maxPause = time.Second
+	calm     = 10 * time.Second // of work, after which a failure is the first again
+)
+
+// waitEnd pauses, and returns early, without an error, if the machine ends.
+func waitEnd(ctx context.Context, m driver.Machine, pause time.Duration) (driver.Exit, error) {
+	ctx, cancel := context.WithTimeout(ctx, pause)
+	defer cancel()
+	return m.Wait(ctx)
 }
 
 // hostname is the sandbox's name for itself: a part of the session's id, so

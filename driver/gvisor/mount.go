@@ -1,11 +1,14 @@
 package gvisor
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/runsc/cmd/sandboxsetup"
 
 	"github.com/cloche-dev/cloche/driver"
 	"github.com/cloche-dev/cloche/internal/overlay"
@@ -105,6 +108,27 @@ func skeleton(base string) error {
 		}
 		return os.Lchown(path, driver.IDOffset, driver.IDOffset)
 	})
+}
+
+// checkMountPoint refuses a root in which gVisor could not mount a file at path.
+// Its gofer opens what is there, following links as it does here, and on a pipe
+// it would wait until the start is given up.
+func checkMountPoint(root, path string) error {
+	at, err := sandboxsetup.ResolveSymlinks(root, path)
+	if err != nil {
+		return fmt.Errorf("the place of %s: %w", path, err)
+	}
+	info, err := os.Lstat(at)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil // gVisor makes it
+	}
+	if err != nil {
+		return fmt.Errorf("the place of %s: %w", path, err)
+	}
+	if !info.Mode().IsRegular() {
+		return fmt.Errorf("the place of %s in the root file system holds no file (%s)", path, info.Mode())
+	}
+	return nil
 }
 
 // enter makes base the root of this process and its mount namespace, and

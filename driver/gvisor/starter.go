@@ -64,6 +64,9 @@ func start(o order) (answer, error) {
 	if o.Probe {
 		return answer{}, nil
 	}
+	if err := checkMountPoint(innerRoot, agentPath); err != nil {
+		return answer{}, err
+	}
 	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
 	if err != nil {
 		return answer{}, err

@@ -309,6 +309,15 @@ func TestStreamsOfHostileAgentsBreak(t *testing.T) {
 		"a large frame":        {[][]byte{started, {17, 0, 1, 0, 1}}, cloche.CodeUnavailable},
 		"a host's frame":       {[][]byte{started, frame(guest.FrameAck, "12345678")}, cloche.CodeUnavailable},
 		"credit for nothing":   {[][]byte{started, guest.AppendAck(nil, guest.FrameStdinAck, 5)}, cloche.CodeUnavailable},
+		"an offset too far":    {[][]byte{frame(guest.FrameStarted, `{"offset":9223372036854775807}`)}, cloche.CodeUnavailable},
+		"input too far":        {[][]byte{frame(guest.FrameStarted, `{"offset":100,"stdin":9223372036854775807}`)}, cloche.CodeUnavailable},
+		"a long directory":     {[][]byte{frame(guest.FrameStarted, `{"offset":100,"workDir":"`+strings.Repeat("/d", 10_000)+`"}`)}, cloche.CodeUnavailable},
+		"a start in year 9999": {[][]byte{frame(guest.FrameStarted, `{"offset":100,"startedAt":"9999-01-01T00:00:00Z"}`)}, cloche.CodeUnavailable},
+		"exit code 256":        {[][]byte{started, frame(guest.FrameExit, `{"code":256}`)}, cloche.CodeUnavailable},
+		"exit code -1":         {[][]byte{started, frame(guest.FrameExit, `{"code":-1}`)}, cloche.CodeUnavailable},
+		"exit code 2^40":       {[][]byte{started, frame(guest.FrameExit, `{"code":1099511627776}`)}, cloche.CodeUnavailable},
+		"a made up cause":      {[][]byte{started, frame(guest.FrameExit, `{"code":0,"cause":"the host did it"}`)}, cloche.CodeUnavailable},
+		"a made up signal":     {[][]byte{started, frame(guest.FrameExit, `{"code":0,"signal":65}`)}, cloche.CodeUnavailable},
 		"a bad exit":           {[][]byte{started, frame(guest.FrameExit, "[]")}, cloche.CodeUnavailable},
 	} {
 		f := &fake{t: t, handler: framesOf(tc.frames...)}

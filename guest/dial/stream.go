@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"strings"
 
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/guest"
@@ -95,15 +96,46 @@ func (s *Stream) begin(offset int64) error {
 	if err := json.Unmarshal(payload, &s.started); err != nil {
 		return unavailable("start command", err)
 	}
-	if s.started.Offset < offset || s.started.Stdin < 0 {
-		return unavailable("start command", fmt.Errorf("output from %d where %d was asked for", s.started.Offset, offset))
+	if err := checkStarted(s.started, offset); err != nil {
+		return unavailable("start command", err)
 	}
 	s.offset = s.started.Offset
 	s.body.begin(s.started.Stdin)
 	return nil
 }
 
-// Started is how the command started. It is the agent's word.
+// maxOffset is more output than any command makes, and far from overflow.
+const maxOffset = 1 << 60
+
+// checkStarted refuses what no honest agent says, and what the host could not
+// keep.
+func checkStarted(st guest.Started, offset int64) error {
+	switch {
+	case st.Offset < offset || st.Offset > maxOffset:
+		return fmt.Errorf("output from %d where %d was asked for", st.Offset, offset)
+	case st.Stdin < 0 || st.Stdin > maxOffset:
+		return fmt.Errorf("%d bytes of input received", st.Stdin)
+	case len(st.WorkDir) > 2*cloche.MaxPathLen || strings.ContainsRune(st.WorkDir, 0):
+		return fmt.Errorf("a working directory of %d bytes", len(st.WorkDir))
+	case !st.StartedAt.IsZero() && (st.StartedAt.Year() < 1970 || st.StartedAt.Year() > 2200): // nanoseconds end in 2262
+		return fmt.Errorf("started at %s", st.StartedAt)
+	}
+	return nil
+}
+
+// checkExit refuses an exit that no kernel gives.
+func checkExit(e cloche.Exit) error {
+	switch {
+	case e.Code < 0 || e.Code > 255 || e.Signal < 0 || e.Signal > 64:
+		return fmt.Errorf("exit code %d, signal %d", e.Code, e.Signal)
+	case e.Cause != "" && e.Cause != cloche.CauseOOM && e.Cause != cloche.CauseTimeout:
+		return fmt.Errorf("exit cause %.64q", e.Cause)
+	}
+	return nil
+}
+
+// Started is how the command started. It is the agent's word, within what can
+// be true.
 func (s *Stream) Started() guest.Started { return s.started }
 
 // Next returns the next event, and io.EOF after the Exit. An end without one is
@@ -135,9 +167,14 @@ func (s *Stream) Next() (Event, error) {
 			}
 		case guest.FrameExit:
 			var e cloche.Exit
-			if err := json.Unmarshal(payload, &e); err != nil {
+			err := json.Unmarshal(payload, &e)
+			if err == nil {
+				err = checkExit(e)
+			}
+			if err != nil {
 				return Event{}, unavailable("read command", err)
 			}
+			e.Duration = max(e.Duration, 0)
 			s.ended = true
 			return Event{Offset: s.offset, Exit: &e}, nil
 		case guest.FrameFailure:
