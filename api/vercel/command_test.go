@@ -202,6 +202,7 @@ func (b *brokenLog) Next(context.Context) (cloche.LogEntry, error) {
 	return cloche.LogEntry{Stream: cloche.Stdout, Data: []byte("\xf0\x9d")}, nil
 }
 
+func (b *brokenLog) Cut()         {}
 func (b *brokenLog) Close() error { return nil }
 
 // TestBrokenStreamSaysSo: an end that nobody saw is no end, in every form.
