@@ -101,7 +101,7 @@ type logsCmd struct {
 
 // Help is the text below the flags.
 func (l *logsCmd) Help() string {
-	return `The log is kept on the server's host and outlives the sandbox's session. Standard output and error of the command come on ours, byte for byte. Without -f, what there is of a running command is printed, up to its first pause of half a second.
+	return `The log is kept on the server's host and outlives the sandbox's session. Standard output and error of the command come on ours, byte for byte. Without -f, of a running command what it has printed so far.
 
 Example:
   cloche logs -f build cmd_01k6…`

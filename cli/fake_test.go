@@ -7,6 +7,7 @@ import (
 	"errors"
 	"io"
 	"io/fs"
+	"math"
 	"net/http"
 	"os"
 	"os/exec"
@@ -522,12 +523,18 @@ func (c *fakeCommand) followLog(r *http.Request, w http.ResponseWriter) {
 		case <-stop:
 		}
 	}()
+	c.mu.Lock()
+	cut := len(c.log)
+	c.mu.Unlock()
+	if r.FormValue("follow") != "false" {
+		cut = math.MaxInt
+	}
 	for i := 0; ; i++ {
 		c.mu.Lock()
-		for i >= len(c.log) && !c.done && r.Context().Err() == nil {
+		for i >= len(c.log) && i < cut && !c.done && r.Context().Err() == nil {
 			c.changed.Wait()
 		}
-		if i >= len(c.log) {
+		if i >= min(len(c.log), cut) {
 			c.mu.Unlock()
 			_, _ = w.Write(frames.Append(nil, frames.End, nil))
 			return
