@@ -83,7 +83,13 @@ type LogReader interface {
 	// Next blocks until there is an entry and returns io.EOF after the last
 	// one of a command that has ended. The data is valid until the next call.
 	// An end that nobody observed is an *Error of CodeGone, not an io.EOF.
+	// With a ctx that has ended it does not block: what is there, an entry or
+	// the end, is returned as ever, and ctx.Err() only if nothing is.
 	Next(ctx context.Context) (LogEntry, error)
+	// Cut makes the log of a command that runs end, for this reader, with what
+	// is in it now: then comes io.EOF, however much the command still prints.
+	// It does nothing to the log of a command that has ended, or if called again.
+	Cut()
 	Close() error
 }
 

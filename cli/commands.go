@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"fmt"
 	"strconv"
 	"strings"
 
@@ -25,6 +26,18 @@ func (t *target) id(ctx context.Context, c *client.Client) (cloche.SessionID, er
 	}
 	view, err := getSandbox(ctx, c, t.Name, false)
 	return view.Session.ID, err
+}
+
+// unknown adds to the error of a command that is not in the session where to
+// look for it.
+func (t *target) unknown(err error) error {
+	if code(err) != cloche.CodeNotFound {
+		return err
+	}
+	if t.Session != "" {
+		return fmt.Errorf("%w; `cloche ps %s --session %s` lists those that there are", err, t.Name, t.Session)
+	}
+	return fmt.Errorf("%w; `cloche ps %s` lists those of its last session, `cloche sessions ls %[2]s` the earlier sessions", err, t.Name)
 }
 
 // psCmd is `cloche ps`.
@@ -101,7 +114,7 @@ type logsCmd struct {
 
 // Help is the text below the flags.
 func (l *logsCmd) Help() string {
-	return `The log is kept on the server's host and outlives the sandbox's session. Standard output and error of the command come on ours, byte for byte. Without -f, what there is of a running command is printed, up to its first pause of half a second.
+	return `The log is kept on the server's host and outlives the sandbox's session. Standard output and error of the command come on ours, byte for byte. Without -f, of a running command what it has printed so far.
 
 Example:
   cloche logs -f build cmd_01k6…`
@@ -121,7 +134,7 @@ func (l *logsCmd) Run(ctx context.Context, env *Env) error {
 	if err != nil {
 		return err
 	}
-	return c.Logs(ctx, id, l.Command, l.Follow, env.Stdout, env.Stderr)
+	return l.unknown(c.Logs(ctx, id, l.Command, l.Follow, env.Stdout, env.Stderr))
 }
 
 // killCmd is `cloche kill`.
@@ -152,7 +165,7 @@ func (k *killCmd) Run(ctx context.Context, env *Env) error {
 	}
 	cmd, err := c.Kill(ctx, id, k.Command, n)
 	if err != nil {
-		return err
+		return k.unknown(err)
 	}
 	if k.JSON {
 		return printJSON(env.Stdout, cmd)

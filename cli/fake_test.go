@@ -7,6 +7,7 @@ import (
 	"errors"
 	"io"
 	"io/fs"
+	"math"
 	"net/http"
 	"os"
 	"os/exec"
@@ -65,6 +66,7 @@ func (f *fake) handler() http.Handler {
 		"GET /api/v2/sandboxes/{name}":        f.get,
 		"DELETE /api/v2/sandboxes/{name}":     f.remove,
 		"POST /api/v2/sandboxes/{name}/fork":  f.later,
+		"GET " + session:                      f.session,
 		"POST " + session + "/snapshot":       f.later,
 		"POST " + session + "/stop":           f.stop,
 		"POST " + session + "/extend-timeout": f.extend,
@@ -236,6 +238,14 @@ func (f *fake) get(w http.ResponseWriter, r *http.Request) {
 	answer(w, view)
 }
 
+func (f *fake) session(w http.ResponseWriter, r *http.Request) {
+	if box := f.box(w, r); box != nil {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		answer(w, map[string]any{"session": box.view.Session, "routes": []client.Route{}})
+	}
+}
+
 func (f *fake) remove(w http.ResponseWriter, r *http.Request) {
 	if box := f.box(w, r); box != nil {
 		f.mu.Lock()
@@ -324,6 +334,12 @@ func (f *fake) run(w http.ResponseWriter, r *http.Request) {
 	case "fake-lost":
 		put(frames.Failure, map[string]any{"code": cloche.CodeGone, "message": "the session ended before the command did"})
 		return
+	case "fake-expire":
+		f.mu.Lock()
+		s := &box.view.Session
+		s.Status, s.Cause, s.Timeout = cloche.Stopping, client.CauseTimeout, 2000
+		f.mu.Unlock()
+		cmd.end(143, 15, "")
 	}
 	cmd.follow(r, put)
 	put(frames.End, cmd.snapshot())
@@ -522,12 +538,18 @@ func (c *fakeCommand) followLog(r *http.Request, w http.ResponseWriter) {
 		case <-stop:
 		}
 	}()
+	c.mu.Lock()
+	cut := len(c.log)
+	c.mu.Unlock()
+	if r.FormValue("follow") != "false" {
+		cut = math.MaxInt
+	}
 	for i := 0; ; i++ {
 		c.mu.Lock()
-		for i >= len(c.log) && !c.done && r.Context().Err() == nil {
+		for i >= len(c.log) && i < cut && !c.done && r.Context().Err() == nil {
 			c.changed.Wait()
 		}
-		if i >= len(c.log) {
+		if i >= min(len(c.log), cut) {
 			c.mu.Unlock()
 			_, _ = w.Write(frames.Append(nil, frames.End, nil))
 			return

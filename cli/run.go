@@ -128,7 +128,7 @@ func (r *runCmd) Run(ctx context.Context, env *Env) error {
 	// Nothing that was made may be left behind unseen: a signal waits until
 	// the answer is there, and with it the name. A second one gives up.
 	makeCtx, cancel := signals.give(ctx)
-	view, err := r.sandbox(makeCtx, env, c, request)
+	view, made, err := r.sandbox(makeCtx, env, c, request)
 	cancel()
 	if err != nil {
 		return err
@@ -136,7 +136,11 @@ func (r *runCmd) Run(ctx context.Context, env *Env) error {
 	err = interrupted(signals)
 	if err == nil {
 		r.note(env, "sandbox %s", view.Sandbox.Name)
-		err = foreground(ctx, env, c, view.Session.ID, r.commandFlags.command(words, env), signals)
+		longer := "--timeout gives it longer"
+		if !made {
+			longer = extendHint(view.Sandbox.Name)
+		}
+		err = foreground(ctx, env, c, site{view.Session.ID, view.Sandbox.Name, longer}, r.commandFlags.command(words, env), signals)
 	}
 	return errors.Join(err, r.end(ctx, env, c, view))
 }
@@ -149,22 +153,22 @@ func (r *runCmd) note(env *Env, format string, args ...any) {
 }
 
 // sandbox returns the sandbox of the given name, started if it is not running,
-// or a new one.
-func (r *runCmd) sandbox(ctx context.Context, env *Env, c *client.Client, request client.Create) (client.View, error) {
+// or a new one, and whether it was made here.
+func (r *runCmd) sandbox(ctx context.Context, env *Env, c *client.Client, request client.Create) (view client.View, made bool, err error) {
 	p := startProgress(env, "starting a sandbox", nil)
 	defer p.Done()
-	if request.Name == "" {
-		return c.Create(ctx, request)
-	}
-	view, err := c.GetSandbox(ctx, request.Name, true)
-	if code(err) != cloche.CodeNotFound {
-		return view, err
+	if request.Name != "" {
+		view, err = c.GetSandbox(ctx, request.Name, true)
+		if code(err) != cloche.CodeNotFound {
+			return view, false, err
+		}
 	}
 	view, err = c.Create(ctx, request)
-	if code(err) == cloche.CodeConflict { // somebody else was first
-		return c.GetSandbox(ctx, request.Name, true)
+	if code(err) == cloche.CodeConflict && request.Name != "" { // somebody else was first
+		view, err = c.GetSandbox(ctx, request.Name, true)
+		return view, false, err
 	}
-	return view, err
+	return view, true, err
 }
 
 // end does what --rm and --stop ask for.
@@ -234,7 +238,7 @@ func (e *execCmd) Run(ctx context.Context, env *Env) error {
 	signals := catchSignals()
 	defer signals.Close()
 	// A signal may end ctx, and they are ours now.
-	return foreground(context.WithoutCancel(ctx), env, c, view.Session.ID, request, signals)
+	return foreground(context.WithoutCancel(ctx), env, c, site{view.Session.ID, e.Name, extendHint(e.Name)}, request, signals)
 }
 
 // getSandbox checks the name before it asks for the sandbox.
@@ -249,20 +253,53 @@ func getSandbox(ctx context.Context, c *client.Client, name string, resume bool)
 	return view, err
 }
 
+// site is where a command runs.
+type site struct {
+	id     cloche.SessionID
+	name   string // of the sandbox
+	longer string // how to give the sandbox a longer timeout
+}
+
+func extendHint(name string) string { return "`cloche extend " + name + " DURATION` gives it longer" }
+
+// askTime bounds the question whether a command was ended with its sandbox.
+const askTime = 5 * time.Second
+
+// explain says in one line on standard error if it was the end of the sandbox
+// that ended the command, which the exit code alone does not tell.
+func (s site) explain(ctx context.Context, env *Env, c *client.Client) {
+	ctx, cancel := context.WithTimeout(ctx, askTime)
+	defer cancel()
+	session, err := c.GetSession(ctx, s.id)
+	switch {
+	case code(err) == cloche.CodeNotFound:
+		fmt.Fprintf(env.Stderr, "cloche: the sandbox %s was removed\n", s.name)
+	case err != nil: // nothing is known, and the exit code stands
+	case session.Cause == client.CauseTimeout:
+		fmt.Fprintf(env.Stderr, "cloche: the sandbox %s reached its timeout of %s; %s\n", s.name, short(session.Timeout.Duration()), s.longer)
+	case session.Status == cloche.Stopping, session.Status == cloche.Snapshotting, session.Status == cloche.Stopped:
+		fmt.Fprintf(env.Stderr, "cloche: the sandbox %s was stopped\n", s.name)
+	}
+}
+
 // foreground runs a command to its end and returns its exit code as an
 // *ExitError, nil for 0. Signals go to the command.
-func foreground(ctx context.Context, env *Env, c *client.Client, id cloche.SessionID, r client.Run, signals *signals) error {
-	ctx, cancel := context.WithCancelCause(ctx)
+func foreground(parent context.Context, env *Env, c *client.Client, at site, r client.Run, signals *signals) error {
+	ctx, cancel := context.WithCancelCause(parent)
 	defer cancel(nil)
 	started := make(chan cloche.CommandID, 1)
 	r.Started = func(cmd client.Command) { started <- cmd.ID }
 	forwarded := signals.forward(ctx, cancel, started, func(ctx context.Context, cmd cloche.CommandID, n int) error {
-		_, err := c.Kill(ctx, id, cmd, n)
+		_, err := c.Kill(ctx, at.id, cmd, n)
 		return err
 	})
-	cmd, err := c.Run(ctx, id, r)
+	cmd, err := c.Run(ctx, at.id, r)
 	cancel(nil)
 	killErr := forwarded()
+	// By a signal, or as a shell tells of one: so ends what a stop ends.
+	if code(err) == cloche.CodeGone || err == nil && cmd.Cause == "" && *cmd.ExitCode > 128 {
+		at.explain(parent, env, c)
+	}
 
 	var out *client.OutputError
 	switch {

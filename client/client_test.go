@@ -12,7 +12,6 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"go.uber.org/goleak"
 
@@ -314,40 +313,21 @@ func TestLogsAreWholeThoughCutThreeTimes(t *testing.T) {
 	}
 }
 
-func TestLogsWithoutFollowEndInAPause(t *testing.T) {
-	c := serve(t, func(w http.ResponseWriter, r *http.Request) {
-		if !strings.HasSuffix(r.URL.Path, "/logs") {
-			io.WriteString(w, `{"command":{"exitCode":null}}`)
-			return
-		}
-		put := answerFrames(w)
-		put(frames.Stdout, "so far")
-		<-r.Context().Done()
-	})
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-	defer cancel()
-	var out strings.Builder
-	if err := c.Logs(ctx, session, command, false, &out, io.Discard); err != nil || out.String() != "so far" {
-		t.Errorf("%q %v", out.String(), err)
-	}
-}
-
-func TestLogsOfWhatHasEndedAreWholeDespiteAPause(t *testing.T) {
-	for _, state := range []string{`{"exitCode":0}`, `{"exitCode":null,"lost":true}`} {
+// Whether a log is followed is the server's to know: it alone can tell a pause
+// from the end of what there is.
+func TestLogsAskWhetherToFollow(t *testing.T) {
+	for follow, query := range map[bool]string{true: "", false: "follow=false"} {
 		c := serve(t, func(w http.ResponseWriter, r *http.Request) {
-			if !strings.HasSuffix(r.URL.Path, "/logs") {
-				io.WriteString(w, `{"command":`+state+`}`)
-				return
+			if !strings.HasSuffix(r.URL.Path, "/logs") || r.URL.RawQuery != query {
+				t.Errorf("request for %s", r.URL)
 			}
 			put := answerFrames(w)
-			put(frames.Stdout, "one ")
-			<-time.After(2 * quiet)
-			put(frames.Stdout, "two")
+			put(frames.Stdout, "so far")
 			put(frames.End, "")
 		})
 		var out strings.Builder
-		if err := c.Logs(t.Context(), session, command, false, &out, io.Discard); err != nil || out.String() != "one two" {
-			t.Errorf("%s: %q %v", state, out.String(), err)
+		if err := c.Logs(t.Context(), session, command, follow, &out, io.Discard); err != nil || out.String() != "so far" {
+			t.Errorf("follow %v: %q %v", follow, out.String(), err)
 		}
 	}
 }

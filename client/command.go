@@ -226,9 +226,6 @@ func (c *Client) command(ctx context.Context, r call) (Command, error) {
 	return v.Command, err
 }
 
-// quiet is how long a log must bring nothing for Logs to take it as read.
-const quiet = 500 * time.Millisecond
-
 const (
 	// logAttempts is how many connections in a row may bring nothing new.
 	logAttempts = 6
@@ -238,18 +235,11 @@ const (
 )
 
 // Logs writes a command's log, byte for byte, from its start: with follow until
-// the command has ended, else, if it runs, until there is a pause. A connection that breaks
-// in the middle is made anew, and what was written already is passed over; the
-// server may take some seconds to come back. Notices of the server go to stderr.
+// the command has ended, else what is in it when the server gets the request. A
+// connection that breaks in the middle is made anew, and what was written already
+// is passed over; the server may take some seconds to come back. Notices of the
+// server go to stderr.
 func (c *Client) Logs(ctx context.Context, id cloche.SessionID, cmd cloche.CommandID, follow bool, stdout, stderr io.Writer) error {
-	if !follow {
-		// A pause in the log of one that has ended is the network's, not the end.
-		now, err := c.GetCommand(ctx, id, cmd)
-		if err != nil {
-			return err
-		}
-		follow = now.Ended()
-	}
 	out, errs := &resumed{w: stdout}, &resumed{w: stderr}
 	for failures := 0; ; {
 		before := out.done + errs.done
@@ -273,14 +263,13 @@ func (c *Client) Logs(ctx context.Context, id cloche.SessionID, cmd cloche.Comma
 	}
 }
 
-// errQuiet ends a log that is not followed.
-var errQuiet = errors.New("nothing new")
-
 // logs makes one connection.
 func (c *Client) logs(ctx context.Context, id cloche.SessionID, cmd cloche.CommandID, follow bool, stdout, stderr *resumed) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	req, err := c.request(ctx, call{method: http.MethodGet, path: commandPath(id, cmd) + "/logs"}, nil)
+	r := call{method: http.MethodGet, path: commandPath(id, cmd) + "/logs"}
+	if !follow {
+		r.query = url.Values{"follow": {"false"}}
+	}
+	req, err := c.request(ctx, r, nil)
 	if err != nil {
 		return err
 	}
@@ -290,35 +279,11 @@ func (c *Client) logs(ctx context.Context, id cloche.SessionID, cmd cloche.Comma
 		return err
 	}
 	defer resp.Body.Close()
-	var body io.Reader = resp.Body
-	if !follow {
-		timer := time.AfterFunc(quiet, func() { cancel(errQuiet) })
-		defer timer.Stop()
-		body = &postponing{r: body, timer: timer}
-	}
-	_, err = reading{stdout: stdout, stderr: stderr}.copy(body)
-	switch {
-	case err == nil, context.Cause(ctx) == errQuiet:
-		return nil
-	case ctx.Err() != nil:
+	_, err = reading{stdout: stdout, stderr: stderr}.copy(resp.Body)
+	if err != nil && ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
 	return err
-}
-
-// postponing puts a timer off with every byte that comes.
-type postponing struct {
-	r     io.Reader
-	timer *time.Timer
-}
-
-// Read reads.
-func (p *postponing) Read(b []byte) (int, error) {
-	n, err := p.r.Read(b)
-	if p.timer.Stop() {
-		p.timer.Reset(quiet)
-	}
-	return n, err
 }
 
 // resumed writes a stream that may begin anew, each byte once.

@@ -66,8 +66,11 @@ type Session struct {
 	Duration        Millis              `json:"duration,omitempty"`
 	ActiveCPU       Millis              `json:"activeCpuDurationMs,omitempty"`
 	NetworkPolicy   map[string]any      `json:"networkPolicy,omitempty"`
-	Cause           string              `json:"cause,omitempty"` // why it failed or was aborted: an extra of ours
+	Cause           string              `json:"cause,omitempty"` // why it failed or was aborted, or CauseTimeout: an extra of ours
 }
+
+// CauseTimeout is the cause of a session that was stopped by its timeout.
+const CauseTimeout = "timeout"
 
 // Deadline is when the session stops by itself.
 func (s *Session) Deadline() time.Time {
@@ -244,6 +247,13 @@ func (c *Client) Sessions(ctx context.Context, l List) ([]Session, string, error
 	}
 	err := c.do(ctx, call{method: http.MethodGet, path: "/v2/sandboxes/sessions", query: l.query(), repeat: true}, &page)
 	return page.Sessions, page.Pagination.cursor(), err
+}
+
+// GetSession returns a session, ended or not.
+func (c *Client) GetSession(ctx context.Context, id cloche.SessionID) (Session, error) {
+	var v View
+	err := c.do(ctx, call{method: http.MethodGet, path: sessionPath(id), repeat: true}, &v)
+	return v.Session, err
 }
 
 // StopSession returns once the session has ended. One that had ended already is

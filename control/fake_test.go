@@ -156,6 +156,7 @@ func (n *fakeNode) Signal(_ context.Context, id cloche.SessionID, cmd cloche.Com
 type emptyLog struct{}
 
 func (emptyLog) Next(context.Context) (cloche.LogEntry, error) { return cloche.LogEntry{}, io.EOF }
+func (emptyLog) Cut()                                          {}
 func (emptyLog) Close() error                                  { return nil }
 
 func (n *fakeNode) Logs(context.Context, cloche.SessionID, cloche.CommandID) (cloche.LogReader, error) {

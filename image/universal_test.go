@@ -102,6 +102,8 @@ var universalChecks = map[string]check{
 	"sudo file":               {`visudo -c`, `/etc/sudoers.d/cloche: parsed OK`},
 	"sudo as ubuntu":          {`su ubuntu -c 'sudo -n id -un; sudo -n npm -v'`, `^root\n11\.\S+$`},
 	"sudo as vercel-sandbox":  {`su vercel-sandbox -c 'sudo -n -u ubuntu -- bash -c "id -un; cd; pwd"'`, `^ubuntu\n/vercel$`},
+	"sudo of a runtime":       {`su vercel-sandbox -c 'PATH=/vercel/runtimes/node22/bin:$PATH PYTHONPATH=/p sudo -n sh -c "node -v; which node; echo \$HOME \$USER \$PYTHONPATH"'`, `^v22\.\S+\n/vercel/runtimes/node22/bin/node\n/root root /p$`},
+	"sudo -i":                 {`su ubuntu -c 'sudo -n -i sh -c "pwd; which node; echo \$HOME"'`, `^/root\n/vercel/runtimes/node24/bin/node\n/root$`},
 	"working directory":       {`stat -c '%U %a' /vercel/sandbox; su ubuntu -c 'cd /vercel/sandbox && touch a'; su vercel-sandbox -c 'cd /vercel/sandbox && touch b && rm a' && ls /vercel/sandbox`, `^ubuntu 2775\nb$`},
 	"users of the SDK":        {`useradd -m -s /bin/bash ada && chown ada:ubuntu /home/ada && chmod 770 /home/ada && groupadd crew && usermod -aG crew ada && gpasswd -d ada crew && id ada; useradd ada; echo $?`, `uid=1002\(ada\)[\s\S]*\n9$`},
 	"locale":                  {`locale charmap; python3 -c 'print("\u00e9")'; touch /tmp/é && ls /tmp`, `^UTF-8\né\né$`},

@@ -411,12 +411,28 @@ type logReader struct {
 	f    *os.File
 	live *commandLog
 	pos  int64
+	cut  int64 // where the log ends for this reader; 0 = with the command
 	buf  []byte
+}
+
+// Cut implements cloche.LogReader.
+func (r *logReader) Cut() {
+	if r.live == nil || r.cut != 0 {
+		return
+	}
+	r.live.mu.Lock()
+	defer r.live.mu.Unlock()
+	if !r.live.ended {
+		r.cut = r.live.size
+	}
 }
 
 // Next implements cloche.LogReader.
 func (r *logReader) Next(ctx context.Context) (cloche.LogEntry, error) {
 	for {
+		if r.cut != 0 && r.pos >= r.cut {
+			return cloche.LogEntry{}, io.EOF
+		}
 		// The state is read before the file: what it calls ended is all there.
 		var size int64
 		ended, lost := true, false

@@ -142,6 +142,84 @@ func TestE8_LogsOutliveTheSession(t *testing.T) {
 	}
 }
 
+// With an ended context a reader takes what is there and waits for nothing.
+func TestLogsWithAnEndedContext(t *testing.T) {
+	h := newHost(t)
+	n := h.node(0)
+	s, c := start(t, n)
+	p := h.machine(s.ID).process(t)
+	p.print(cloche.Stdout, "one")
+	p.print(cloche.Stderr, "two")
+	waitForLog(t, n, s.ID, c.ID, 2)
+	r, err := n.Logs(t.Context(), s.ID, c.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	ended, end := context.WithCancel(t.Context())
+	end()
+	for _, want := range []string{"one", "two"} {
+		if e, err := r.Next(ended); string(e.Data) != want || err != nil {
+			t.Errorf("%q, %v; want %q", e.Data, err, want)
+		}
+	}
+	if e, err := r.Next(ended); err != context.Canceled {
+		t.Errorf("behind what is there: %q, %v", e.Data, err)
+	}
+	p.end(cloche.Exit{})
+	if _, err := n.Wait(t.Context(), s.ID, c.ID); err != nil {
+		t.Fatal(err)
+	}
+	if e, err := r.Next(ended); err != io.EOF {
+		t.Errorf("at the end: %q, %v", e.Data, err)
+	}
+}
+
+// A log that is cut ends with what was there, whatever comes and however it
+// ends; one that had ended is not changed by it.
+func TestLogsCut(t *testing.T) {
+	h := newHost(t)
+	n := h.node(0)
+	s, c := start(t, n)
+	p := h.machine(s.ID).process(t)
+	open := func() cloche.LogReader {
+		r, err := n.Logs(t.Context(), s.ID, c.ID)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { r.Close() })
+		r.Cut()
+		return r
+	}
+	check := func(r cloche.LogReader, want string, end error) {
+		t.Helper()
+		var got string
+		for {
+			e, err := r.Next(t.Context())
+			if err != nil {
+				if got != want || err != end && cloche.ErrorCode(err) != cloche.ErrorCode(end) {
+					t.Errorf("%q, %v; want %q, %v", got, err, want, end)
+				}
+				return
+			}
+			got += string(e.Data)
+		}
+	}
+	check(open(), "", io.EOF)
+	p.print(cloche.Stdout, "one")
+	waitForLog(t, n, s.ID, c.ID, 1)
+	r := open()
+	p.print(cloche.Stdout, "two")
+	waitForLog(t, n, s.ID, c.ID, 2)
+	r.Cut() // the first one counts
+	h.machine(s.ID).end(driver.ExitCrashed)
+	if _, err := n.Wait(t.Context(), s.ID, c.ID); cloche.ErrorCode(err) != cloche.CodeGone {
+		t.Fatal(err)
+	}
+	check(r, "one", io.EOF)
+	check(open(), "onetwo", cloche.Errorf(cloche.CodeGone, "lost"))
+}
+
 // The log stops at its bound and says so; the process goes on.
 func TestLogBound(t *testing.T) {
 	h := newHost(t)

@@ -235,11 +235,17 @@ func (c *call) getCommand() error {
 }
 
 // commandLogs replays a command's output from the start and follows it until
-// the command ends.
+// the command ends, or, as an extra, ends with what there is.
 func (c *call) commandLogs() error {
 	sid, cid, err := c.command()
 	if err != nil {
 		return err
+	}
+	follow := true
+	if q := c.r.URL.Query(); q.Get("follow") != "" {
+		if follow, err = boolean(q, "follow"); err != nil {
+			return err
+		}
 	}
 	ctx, cancel := context.WithCancelCause(c.r.Context())
 	defer cancel(nil)
@@ -249,6 +255,9 @@ func (c *call) commandLogs() error {
 		return err
 	}
 	defer log.Close() // only read from
+	if !follow {
+		log.Cut()
+	}
 	out := c.open(func() { cancel(errClientGone) })
 	defer out.close()
 	for {

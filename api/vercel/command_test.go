@@ -181,6 +181,48 @@ func TestShutdownKillsNothing(t *testing.T) {
 	}
 }
 
+// TestLogsUpToNow: with follow=false a log ends with what is in it, in both
+// forms, of a command that is silent and of one that never is; of one that has
+// ended it is the whole.
+func TestLogsUpToNow(t *testing.T) {
+	s := start(t, nil)
+	path := "/v2/sandboxes/sessions/" + string(s.box(t)) + "/cmd"
+	begin := func(line string) (logs string) {
+		_, answer := s.call(t, "POST", path, `{"command":"sh","args":["-c",`+line+`]}`)
+		var a commandAnswer
+		if err := json.Unmarshal([]byte(answer), &a); err != nil {
+			t.Fatal(err)
+		}
+		logs = path + "/" + string(a.Command.ID) + "/logs"
+		eventually(t, "it has printed", func() bool {
+			_, body := s.call(t, "GET", logs+"?follow=false", "")
+			return body != ""
+		})
+		return logs
+	}
+	for _, line := range []string{`"echo so far; exec sleep 60"`, `"echo so far"`} {
+		logs := begin(line)
+		if _, body := s.call(t, "GET", logs+"?follow=false", ""); body != `{"stream":"stdout","data":"so far\n"}`+"\n" {
+			t.Errorf("%s: %q", line, body)
+		}
+		_, body := s.call(t, "GET", logs+"?follow=false", "", "Accept", frames.MediaType)
+		if got := frameTypes(t, strings.NewReader(body)); len(got) != 2 || got[0] != frames.Stdout || got[1] != frames.End {
+			t.Errorf("%s: frames %v", line, got)
+		}
+	}
+	logs := begin(`"exec yes"`)
+	for _, accept := range []string{ndjson, frames.MediaType} {
+		if _, body := s.call(t, "GET", logs+"?follow=false", "", "Accept", accept); !strings.Contains(body, "y") {
+			t.Errorf("%s: %q", accept, body)
+		}
+	}
+	if _, answer := s.call(t, "GET", strings.TrimSuffix(logs, "/logs"), ""); !strings.Contains(answer, `"exitCode":null`) {
+		t.Errorf("%s", answer)
+	}
+	res, body := s.call(t, "GET", logs+"?follow=perhaps", "")
+	wantError(t, res, body, 400, cloche.CodeInvalid)
+}
+
 // lostLog is a Service whose commands end without anybody seeing it.
 type lostLog struct{ *fake }
 
@@ -202,6 +244,7 @@ func (b *brokenLog) Next(context.Context) (cloche.LogEntry, error) {
 	return cloche.LogEntry{Stream: cloche.Stdout, Data: []byte("\xf0\x9d")}, nil
 }
 
+func (b *brokenLog) Cut()         {}
 func (b *brokenLog) Close() error { return nil }
 
 // TestBrokenStreamSaysSo: an end that nobody saw is no end, in every form.

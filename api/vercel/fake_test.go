@@ -544,6 +544,7 @@ func (f *fake) SignalCommand(ctx context.Context, p cloche.Principal, id cloche.
 type fakeLog struct {
 	c    *fakeCommand
 	next int
+	cut  int // negative = the log ends with the command
 }
 
 func (f *fake) CommandLogs(_ context.Context, p cloche.Principal, id cloche.SessionID, cmd cloche.CommandID) (cloche.LogReader, error) {
@@ -551,7 +552,7 @@ func (f *fake) CommandLogs(_ context.Context, p cloche.Principal, id cloche.Sess
 	if err != nil {
 		return nil, err
 	}
-	return &fakeLog{c: c}, nil
+	return &fakeLog{c: c, cut: -1}, nil
 }
 
 func (l *fakeLog) Next(ctx context.Context) (cloche.LogEntry, error) {
@@ -559,6 +560,9 @@ func (l *fakeLog) Next(ctx context.Context) (cloche.LogEntry, error) {
 		l.c.mu.Lock()
 		log, exit, changed := l.c.log, l.c.c.Exit, l.c.changed
 		l.c.mu.Unlock()
+		if l.cut >= 0 && l.next >= l.cut {
+			return cloche.LogEntry{}, io.EOF
+		}
 		if l.next < len(log) {
 			l.next++
 			return log[l.next-1], nil
@@ -571,6 +575,14 @@ func (l *fakeLog) Next(ctx context.Context) (cloche.LogEntry, error) {
 		case <-ctx.Done():
 			return cloche.LogEntry{}, ctx.Err()
 		}
+	}
+}
+
+func (l *fakeLog) Cut() {
+	l.c.mu.Lock()
+	defer l.c.mu.Unlock()
+	if l.cut < 0 && l.c.c.Exit == nil {
+		l.cut = len(l.c.log)
 	}
 }
 

@@ -135,7 +135,7 @@ func (still) CommandLogs(context.Context, cloche.Principal, cloche.SessionID, cl
 		{Stream: cloche.StreamNotice, Data: []byte("[the log reached its bound]\n")},
 	}}
 	c.c.Exit = &cloche.Exit{}
-	return &fakeLog{c: c}, nil
+	return &fakeLog{c: c, cut: -1}, nil
 }
 
 func (still) MakeDir(_ context.Context, _ cloche.Principal, _ cloche.SessionID, d cloche.MakeDir) error {

@@ -101,7 +101,9 @@ for (const [runtime, line, want] of [
     }
     assert.match(await sh(box, line), want);
     assert.equal(await sh(box, "id -un; pwd; sudo -n id -un"), "vercel-sandbox\n/vercel/sandbox\nroot");
-    if (runtime.startsWith("node")) assert.equal(await sh(box, "which node"), `/vercel/runtimes/${runtime}/bin/node`);
+    assert.match(await sh(box, `sudo -n ${line}`), want);
+    assert.equal(await sh(box, "X=mine sudo -n sh -c 'echo $HOME $USER $SUDO_USER $X $PATH'"), `/root root vercel-sandbox mine ${await sh(box, "echo $PATH")}`);
+    if (runtime.startsWith("node")) assert.equal(await sh(box, "which node; sudo -n which node"), `/vercel/runtimes/${runtime}/bin/node\n`.repeat(2).trim());
     await box.delete();
   });
 }
