@@ -38,6 +38,34 @@ func testSize(t *testing.T, e *env) {
 	}
 }
 
+// testCPUBound: a machine of one processor uses no more, also with two busy
+// processes.
+func testCPUBound(t *testing.T, e *env) {
+	if !e.c.Isolates {
+		t.Skip("SKIPPED: this driver does not limit anything")
+	}
+	spec := e.spec(t)
+	m := e.start(t, spec)
+	s := e.session(t, m, spec)
+	before, err := m.Stats(e.ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	start := time.Now()
+	e.sh(t, s, "for i in 1 2; do timeout 3 sh -c 'while :; do :; done' & done; wait")
+	after, err := m.Stats(e.ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Both are measured from outside, so a slow host changes nothing; a period
+	// of the quota (0.1 s) at each end may be on top.
+	used, wall := after.CPU-before.CPU, time.Since(start)
+	if used > wall+wall/20+200*time.Millisecond || used < wall/10 {
+		t.Errorf("used %v of CPU in %v", used, wall)
+	}
+	t.Logf("used %v of CPU in %v", used, wall)
+}
+
 // testKillWhileDialing kills a machine under dials that are under way: each
 // succeeds or fails at once, none hangs.
 func testKillWhileDialing(t *testing.T, e *env) {

@@ -57,6 +57,7 @@ func Suite(t *testing.T, c Config) {
 		"BadSpec":           testBadSpec,
 		"CancelledStart":    testCancelledStart,
 		"Size":              testSize,
+		"CPUBound":          testCPUBound,
 		"Top":               testTop,
 		"Layers":            testLayers,
 		"ImageUnchanged":    testImageUnchanged,

@@ -49,6 +49,7 @@ type hierarchy interface {
 	procs(id cloche.SessionID) ([]int, error)
 	// kill sends SIGKILL to every process that is in it now.
 	kill(id cloche.SessionID) error
+	// stat fails with fs.ErrNotExist for a cgroup that is gone.
 	stat(id cloche.SessionID) (usage, error)
 	remove(id cloche.SessionID) error
 	list() ([]string, error)
@@ -200,6 +201,9 @@ func (v v1) kill(id cloche.SessionID) error {
 
 func (v v1) stat(id cloche.SessionID) (usage, error) {
 	cg, err := v.load(id)
+	if errors.Is(err, cgroup1.ErrCgroupDeleted) {
+		return usage{}, fmt.Errorf("%w: %w", err, fs.ErrNotExist)
+	}
 	if err != nil {
 		return usage{}, err
 	}
@@ -244,6 +248,11 @@ func (v v1) tidy() {
 	}
 }
 
+// v2 is right below the root, on a host with systemd too: a cgroup delegated to
+// the server's unit would hold machines that outlive the unit's processes, and
+// systemd could not start the unit again in a cgroup that has children with
+// controllers. systemd leaves cgroups that it did not make alone, and cannot
+// take a controller away from the root while the parent passes it on.
 type v2 struct{ mount, parent string }
 
 func (v v2) path(id cloche.SessionID) string {
@@ -283,7 +292,7 @@ func (v v2) procs(id cloche.SessionID) ([]int, error) {
 		return nil, err
 	}
 	procs, err := cg.Procs(true)
-	if errors.Is(err, fs.ErrNotExist) {
+	if gone(err) {
 		return nil, nil
 	}
 	pids := make([]int, len(procs))
@@ -294,11 +303,13 @@ func (v v2) procs(id cloche.SessionID) ([]int, error) {
 }
 
 func (v v2) kill(id cloche.SessionID) error {
-	cg, err := v.load(id)
-	if err != nil {
-		return err
+	// Not cgroup2.Manager.Kill: where the cgroup is gone already, it looks for
+	// processes to freeze, and fails.
+	err := os.WriteFile(filepath.Join(v.path(id), "cgroup.kill"), []byte("1"), 0)
+	if gone(err) {
+		return nil
 	}
-	return cg.Kill()
+	return err
 }
 
 func (v v2) stat(id cloche.SessionID) (usage, error) {
@@ -310,6 +321,10 @@ func (v v2) stat(id cloche.SessionID) (usage, error) {
 	if err != nil {
 		return usage{}, err
 	}
+	// Files that are missing read as zeros.
+	if !v.exists(id) {
+		return usage{}, fmt.Errorf("cgroup of %s: %w", id, fs.ErrNotExist)
+	}
 	return usage{
 		cpu:      time.Duration(st.GetCPU().GetUsageUsec()) * time.Microsecond,
 		memory:   int64(st.GetMemory().GetUsage()),
@@ -319,14 +334,19 @@ func (v v2) stat(id cloche.SessionID) (usage, error) {
 }
 
 func (v v2) remove(id cloche.SessionID) error {
-	if !v.exists(id) {
-		return nil
-	}
 	cg, err := v.load(id)
 	if err != nil {
 		return err
 	}
-	return cg.Delete()
+	if err := cg.Delete(); !gone(err) {
+		return err
+	}
+	return nil
+}
+
+// gone reports that a cgroup was removed before or while a file of it was open.
+func gone(err error) bool {
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV)
 }
 
 func (v v2) list() ([]string, error) {

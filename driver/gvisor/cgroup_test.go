@@ -2,6 +2,8 @@ package gvisor
 
 import (
 	"context"
+	"errors"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -62,6 +64,94 @@ func TestUnifiedOnHybrid(t *testing.T) {
 	}
 	if v.exists(id) {
 		t.Error("exists after its removal")
+	}
+}
+
+// TestCgroup is the life of a cgroup on the hierarchy that this host has, from
+// before it is made until after it is gone.
+func TestCgroup(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("SKIPPED: needs root")
+	}
+	h, err := openHierarchy("/cloche-test-" + string(cloche.NewSessionID()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(h.tidy)
+	id := cloche.NewSessionID()
+	checkGone(t, h, id)
+	if err := h.create(id, limits{vcpus: 1, memoryBytes: 32 << 20}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = h.remove(id) }) // if the test failed
+	if !h.exists(id) {
+		t.Error("does not exist")
+	}
+	if names, err := h.list(); err != nil || !slices.Contains(names, string(id)) {
+		t.Errorf("list = %v, %v", names, err)
+	}
+	if err := startIn(t, h, id, "head -c 100000000 /dev/zero | tail -c 100000000 >/dev/null").Wait(); err == nil {
+		t.Error("a process took more than the cgroup's memory")
+	}
+	cmd := startIn(t, h, id, "sleep 1000 & wait")
+	if procs, err := h.procs(id); err != nil || !slices.Contains(procs, cmd.Process.Pid) {
+		t.Errorf("procs = %v, %v, want %d", procs, err, cmd.Process.Pid)
+	}
+	if err := killAll(t.Context(), h, id); err != nil {
+		t.Error(err)
+	}
+	if err := cmd.Wait(); err == nil {
+		t.Error("the process ended by itself")
+	}
+	u, err := h.stat(id)
+	if err != nil || u.cpu <= 0 || u.oomKills == 0 || u.peak < 16<<20 || u.peak > 32<<20 {
+		t.Errorf("stat = %+v, %v", u, err)
+	}
+	if err := h.remove(id); err != nil {
+		t.Errorf("remove: %v", err)
+	}
+	checkGone(t, h, id)
+}
+
+// startIn starts a shell that is in the cgroup before it runs anything.
+func startIn(t *testing.T, h hierarchy, id cloche.SessionID, script string) *exec.Cmd {
+	t.Helper()
+	cmd := exec.Command("sh", "-c", "read go; "+script)
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir, err := h.dir(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if dir != nil {
+		defer dir.Close()
+		cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(dir.Fd())}
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(h.add(id, cmd.Process.Pid), in.Close()); err != nil {
+		t.Fatal(err)
+	}
+	return cmd
+}
+
+// checkGone: what is not there can be asked for, killed and removed.
+func checkGone(t *testing.T, h hierarchy, id cloche.SessionID) {
+	t.Helper()
+	if h.exists(id) {
+		t.Error("exists")
+	}
+	if procs, err := h.procs(id); err != nil || len(procs) != 0 {
+		t.Errorf("procs of none = %v, %v", procs, err)
+	}
+	if err := errors.Join(h.kill(id), h.remove(id)); err != nil {
+		t.Errorf("kill or remove of none: %v", err)
+	}
+	if u, err := h.stat(id); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("stat of none = %+v, %v", u, err)
 	}
 }
 

@@ -167,6 +167,9 @@ func (m *machine) Stats(context.Context) (driver.Stats, error) {
 		if m.last != nil {
 			return *m.last, nil
 		}
+		if errors.Is(err, fs.ErrNotExist) {
+			return driver.Stats{}, nil // removed by somebody else
+		}
 		return driver.Stats{}, fmt.Errorf("usage of %s: %w", m.ID(), err)
 	}
 	m.last = &s

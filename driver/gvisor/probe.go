@@ -44,7 +44,8 @@ func Checks(ctx context.Context, dir, exe string) []Check {
 			Name: "cgroups",
 			Why:  "they bound the CPU and the memory of a machine",
 			Err:  checkCgroups(),
-			Fix:  "mount cgroup2 at " + cgroupRoot + ", or boot with systemd.unified_cgroup_hierarchy=1",
+			Fix: "mount cgroup2 at " + cgroupRoot + ", or boot with systemd.unified_cgroup_hierarchy=1; " +
+				"in a container, take the host's cgroup namespace and mount " + cgroupRoot + " writable",
 		}, {
 			Name: "user namespaces",
 			Why:  "root in a machine must be nobody on the host",
@@ -104,29 +105,16 @@ func checkStatic(exe string) (err error) {
 	return nil
 }
 
-func checkCgroups() error {
-	h, err := openHierarchy("/")
+// checkCgroups makes a cgroup with limits, as a machine's, and removes it.
+func checkCgroups() (err error) {
+	id := cloche.NewSessionID()
+	h, err := openHierarchy("/cloche-probe-" + string(id))
 	if err != nil {
 		return err
 	}
-	if _, ok := h.(v1); ok {
-		for _, c := range []string{"cpu", "cpuacct", "memory"} {
-			if !isDir(filepath.Join(cgroupRoot, c)) {
-				return fmt.Errorf("there is no controller %s", c)
-			}
-		}
-		return nil
-	}
-	data, err := os.ReadFile(filepath.Join(cgroupRoot, "cgroup.controllers"))
-	if err != nil {
-		return err
-	}
-	for _, c := range []string{"cpu", "memory"} {
-		if !strings.Contains(" "+strings.TrimSpace(string(data))+" ", " "+c+" ") {
-			return fmt.Errorf("there is no controller %s", c)
-		}
-	}
-	return nil
+	defer h.tidy()
+	defer func() { err = errors.Join(err, h.remove(id)) }()
+	return h.create(id, limits{vcpus: 1, memoryBytes: driver.MinMemoryMiB << 20})
 }
 
 func checkUserNamespace() error {
