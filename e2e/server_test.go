@@ -124,12 +124,21 @@ func freshData(t *testing.T) string {
 	return dir
 }
 
-// templateData makes, once for ever, a data directory with the universal image
+// templateData makes, once for each recipe, a data directory with the universal image
 // and nothing else.
 func templateData(t *testing.T) string {
 	t.Helper()
 	dir := filepath.Join(testenv.CacheDir(t), "e2e-data")
-	out, err := exec.Command(testenv.Cloche(t), "image", "build", "universal", "--if-missing", "--data", dir).CombinedOutput()
+	// Another run of the tests may be at it.
+	lock, err := os.OpenFile(dir+".lock", os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close() // releases it
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	out, err := exec.Command(testenv.Cloche(t), "image", "build", "universal", "--data", dir).CombinedOutput()
 	if err != nil {
 		t.Fatalf("cloche image build universal: %v\n%s", err, out)
 	}
