@@ -38,8 +38,11 @@ component: build
 soak: build
 	CLOCHE_SOAK=1 $(GO) test -timeout 4h -p 1 -v $(DRIVER_PKGS)
 
+# The figures of docs/benchmarks.md. The host should be quiet.
+CACHE = $(or $(CLOCHE_CACHE),$(HOME)/.cache/cloche)
 bench: build
-	bin/cloche bench
+	bin/cloche image build universal --data $(CACHE)/bench-data
+	bin/cloche bench --data $(CACHE)/bench-data --runsc $(CACHE)/bin/runsc
 
 demo:
 	scripts/demo
