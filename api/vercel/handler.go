@@ -1,11 +1,9 @@
 package vercel
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
 	"path"
 	"regexp"
@@ -75,23 +73,6 @@ func New(c Config) http.Handler {
 		}
 	}
 	return a
-}
-
-// NewServer returns an HTTP server for h with the time limits that the API
-// needs: none on a whole request or answer, because files and streams are as
-// long as they are (the handlers bound what they read), and connections that
-// stay open for longer than clients believe (4 s), so that none is closed just
-// when a command is sent on it. ctx is the parent of every request's context;
-// see ErrShutdown.
-func NewServer(ctx context.Context, h http.Handler, log *slog.Logger) *http.Server {
-	return &http.Server{
-		Handler:           h,
-		BaseContext:       func(net.Listener) context.Context { return ctx },
-		ReadHeaderTimeout: 10 * time.Second,
-		IdleTimeout:       90 * time.Second,
-		MaxHeaderBytes:    64 << 10,
-		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
-	}
 }
 
 // call is one request on its way through the API.
