@@ -47,6 +47,9 @@ type hierarchy interface {
 	dir(id cloche.SessionID) (*os.File, error)
 	add(id cloche.SessionID, pid int) error
 	procs(id cloche.SessionID) ([]int, error)
+	// threads counts what keeps the cgroup from being removed. procs does not
+	// list a process whose threads are all on their way out.
+	threads(id cloche.SessionID) (int, error)
 	// kill sends SIGKILL to every process that is in it now.
 	kill(id cloche.SessionID) error
 	// stat fails with fs.ErrNotExist for a cgroup that is gone.
@@ -68,13 +71,13 @@ func openHierarchy(parent string) (hierarchy, error) {
 	}
 }
 
-// killAll ends every process of the cgroup and returns once none is left.
+// killAll ends every process of the cgroup and returns once nothing is left.
 func killAll(ctx context.Context, h hierarchy, id cloche.SessionID) error {
 	delay := time.NewTimer(0)
 	defer delay.Stop()
 	for wait := time.Millisecond; ; wait = min(2*wait, 20*time.Millisecond) {
-		procs, err := h.procs(id)
-		if err != nil || len(procs) == 0 {
+		n, err := h.threads(id)
+		if err != nil || n == 0 {
 			return err
 		}
 		if err := h.kill(id); err != nil {
@@ -83,10 +86,15 @@ func killAll(ctx context.Context, h hierarchy, id cloche.SessionID) error {
 		delay.Reset(wait)
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%d processes do not end: %w", len(procs), ctx.Err())
+			return fmt.Errorf("%d threads do not end: %w", n, ctx.Err())
 		case <-delay.C:
 		}
 	}
+}
+
+// gone reports that a cgroup was removed before or while a file of it was open.
+func gone(err error) bool {
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV)
 }
 
 func children(dir string) ([]string, error) {
@@ -173,7 +181,7 @@ func (v v1) procs(id cloche.SessionID) ([]int, error) {
 	var pids []int
 	for _, s := range cg.Subsystems() {
 		procs, err := cg.Processes(s.Name(), true)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err != nil && !gone(err) {
 			return nil, err
 		}
 		for _, p := range procs {
@@ -184,6 +192,24 @@ func (v v1) procs(id cloche.SessionID) ([]int, error) {
 		}
 	}
 	return pids, nil
+}
+
+func (v v1) threads(id cloche.SessionID) (n int, err error) {
+	cg, err := v.load(id)
+	if errors.Is(err, cgroup1.ErrCgroupDeleted) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	for _, s := range cg.Subsystems() {
+		tasks, err := cg.Tasks(s.Name(), true)
+		if err != nil && !gone(err) {
+			return 0, err
+		}
+		n += len(tasks)
+	}
+	return n, nil
 }
 
 func (v v1) kill(id cloche.SessionID) error {
@@ -302,6 +328,18 @@ func (v v2) procs(id cloche.SessionID) ([]int, error) {
 	return pids, err
 }
 
+func (v v2) threads(id cloche.SessionID) (int, error) {
+	cg, err := v.load(id)
+	if err != nil {
+		return 0, err
+	}
+	threads, err := cg.Threads(true)
+	if gone(err) {
+		return 0, nil
+	}
+	return len(threads), err
+}
+
 func (v v2) kill(id cloche.SessionID) error {
 	// Not cgroup2.Manager.Kill: where the cgroup is gone already, it looks for
 	// processes to freeze, and fails.
@@ -334,19 +372,10 @@ func (v v2) stat(id cloche.SessionID) (usage, error) {
 }
 
 func (v v2) remove(id cloche.SessionID) error {
-	cg, err := v.load(id)
-	if err != nil {
-		return err
-	}
-	if err := cg.Delete(); !gone(err) {
+	if err := os.Remove(v.path(id)); !gone(err) {
 		return err
 	}
 	return nil
-}
-
-// gone reports that a cgroup was removed before or while a file of it was open.
-func gone(err error) bool {
-	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV)
 }
 
 func (v v2) list() ([]string, error) {

@@ -166,7 +166,7 @@ func TestKillAllGivesUp(t *testing.T) {
 
 type immortal struct{ hierarchy }
 
-func (immortal) procs(cloche.SessionID) ([]int, error) { return []int{1}, nil }
+func (immortal) threads(cloche.SessionID) (int, error) { return 1, nil }
 func (immortal) kill(cloche.SessionID) error           { return nil }
 
 func TestSizeFlags(t *testing.T) {
