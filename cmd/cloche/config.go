@@ -68,6 +68,10 @@ func readConfig(path string) (config, error) {
 		if errors.As(err, &strict) {
 			return c, fmt.Errorf("configuration %s has unknown keys:\n%s", path, strict.String())
 		}
+		var at *toml.DecodeError
+		if errors.As(err, &at) {
+			return c, fmt.Errorf("configuration %s: %w\n%s", path, err, at.String()) // the lines around it
+		}
 		return c, fmt.Errorf("configuration %s: %w", path, err)
 	}
 	return c, c.check()
