@@ -12,6 +12,7 @@ LDFLAGS  := -s -w
 # have around it is held by the driver suite; the race tier is everything else.
 RACE_PKGS   = $(shell $(GO) list ./... | grep -v -e /driver/gvisor -e /cmd/ -e /e2e)
 DRIVER_PKGS = ./driver/gvisor/... ./cmd/... ./e2e/...
+SOAK_PKGS   = $(DRIVER_PKGS) ./image
 
 .PHONY: build agent test vet unit component soak bench demo clean lint
 
@@ -34,9 +35,9 @@ unit: agent
 component: build
 	$(GO) test -timeout 35m -p 1 $(DRIVER_PKGS)
 
-# Long loops, loads, full matrices.
+# Long loops, loads, full matrices: the machines, and whatever else has any.
 soak: build
-	CLOCHE_SOAK=1 $(GO) test -timeout 4h -p 1 -v $(DRIVER_PKGS)
+	CLOCHE_SOAK=1 $(GO) test -timeout 4h -p 1 -v $(SOAK_PKGS)
 
 # The figures of docs/benchmarks.md. The host should be quiet.
 CACHE = $(or $(CLOCHE_CACHE),$(HOME)/.cache/cloche)
