@@ -53,6 +53,8 @@ func TestScripts(t *testing.T) {
 				f.close()
 				s.Close()
 			})
+			// A program with the race detector sleeps for 1 s at its exit.
+			env.Setenv("GORACE", "atexit_sleep_ms=10")
 			env.Setenv("CLOCHE_URL", s.URL)
 			env.Setenv("CLOCHE_TOKEN", fakeToken)
 			env.Setenv("BOX", f.root)
