@@ -110,12 +110,15 @@ func TestAgentLogArrives(t *testing.T) {
 		case <-time.After(30 * time.Second):
 			t.Error("no line of the agent arrived")
 		}
-		if err := errors.Join(c.Close(), d.Close()); err != nil {
+		if err := c.Close(); err != nil {
 			t.Fatal(err)
 		}
-	}
-	if err := m.Release(t.Context()); err != nil {
-		t.Fatal(err)
+		if i == 1 {
+			err = m.Release(t.Context())
+		}
+		if err := errors.Join(err, d.Close()); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 
