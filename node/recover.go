@@ -15,8 +15,13 @@ import (
 	"github.com/cloche-dev/cloche/guest"
 )
 
-// recoverers bounds how many machines are adopted at the same time.
-const recoverers = 8
+// recoverers bounds how many machines are adopted at the same time. One that
+// takes longer than slotTime goes on without a place: agents that root inside has
+// silenced must not hold up the start of the server one after the other.
+const (
+	recoverers = 16
+	slotTime   = 250 * time.Millisecond
+)
 
 // Recover adopts the machines of the given sessions, which were live when the
 // process before this one ended, goes on reading their commands' output where
@@ -41,8 +46,11 @@ func (n *Node) Recover(ctx context.Context, live []cloche.Session) ([]cloche.Ses
 	)
 	for id := range want {
 		slot <- struct{}{}
+		free := sync.OnceFunc(func() { <-slot })
+		late := time.AfterFunc(slotTime, free)
 		wg.Go(func() {
-			defer func() { <-slot }()
+			defer free()
+			defer late.Stop()
 			end, err := n.recoverOne(ctx, id)
 			mu.Lock()
 			defer mu.Unlock()
@@ -140,7 +148,9 @@ func (n *Node) reattach(ctx context.Context, s *session) error {
 	}
 	inside := map[cloche.CommandID]bool{}
 	for _, st := range list {
-		inside[st.ID] = true
+		if len(inside) < guest.MaxCommands && st.ID.Valid() { // the list is the agent's word
+			inside[st.ID] = true
+		}
 	}
 	open, err := n.openLogs(s.id)
 	if err != nil {
@@ -163,6 +173,7 @@ func (n *Node) reattach(ctx context.Context, s *session) error {
 	for id := range inside { // ended and recorded, but not yet forgotten inside
 		if err := s.guest.Forget(ctx, id); err != nil {
 			n.log.WarnContext(ctx, "forgetting a command", "session", s.id, "command", id, "error", err)
+			break // the agent keeps small records until it ends
 		}
 	}
 	return nil
