@@ -65,6 +65,7 @@ func New(rawURL, token string) (*Client, error) {
 	transport := http.DefaultTransport.(*http.Transport).Clone()
 	transport.DisableCompression = true // contents are streamed as they are
 	transport.MaxIdleConnsPerHost = 32
+	transport.WriteBufferSize, transport.ReadBufferSize = blockSize, blockSize
 	return &Client{
 		base:  strings.TrimSuffix(strings.TrimRight(u.Scheme+"://"+u.Host+u.Path, "/"), "/api") + "/api",
 		token: token,

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/iotest"
 
 	"go.uber.org/goleak"
 
@@ -409,5 +410,20 @@ func TestUnreachableSaysWhatToDo(t *testing.T) {
 	_, err = c.GetSandbox(t.Context(), "x", false)
 	if cloche.ErrorCode(err) != cloche.CodeUnavailable || !strings.Contains(err.Error(), "cloche serve") {
 		t.Error(err)
+	}
+}
+
+// What breaks off is an error, in whichever way it does.
+func TestBlocksOfABrokenArchive(t *testing.T) {
+	for _, want := range []error{nil, io.ErrUnexpectedEOF, errors.New("broken")} {
+		var src io.Reader = strings.NewReader(strings.Repeat("x", blockSize+10))
+		if want != nil {
+			src = io.MultiReader(src, iotest.ErrReader(want))
+		}
+		var got bytes.Buffer
+		n, err := blocks{src}.WriteTo(&got)
+		if err != want || n != blockSize+10 || got.Len() != blockSize+10 {
+			t.Errorf("%v: %d bytes, %v", want, n, err)
+		}
 	}
 }

@@ -17,7 +17,7 @@ import (
 // existing files replaced. It returns once everything is in place, and uses
 // constant memory. An entry that the server refuses fails the whole call.
 func (c *Client) WriteFiles(ctx context.Context, id cloche.SessionID, dir string, archive io.Reader) error {
-	req, err := c.request(ctx, call{method: http.MethodPost, path: sessionPath(id) + "/fs/write"}, archive)
+	req, err := c.request(ctx, call{method: http.MethodPost, path: sessionPath(id) + "/fs/write"}, blocks{archive})
 	if err != nil {
 		return err
 	}
@@ -33,6 +33,36 @@ func (c *Client) WriteFiles(ctx context.Context, id cloche.SessionID, dir string
 		return c.unreachable(ctx, err)
 	}
 	return nil
+}
+
+// blockSize is what a connection reads and writes at once. With the 4 KiB of
+// net/http a file goes at half the speed.
+const blockSize = 256 << 10
+
+// blocks is a reader that is sent in large pieces, whatever pieces it comes in.
+type blocks struct{ io.Reader }
+
+// WriteTo implements io.WriterTo, which net/http uses for a body.
+func (b blocks) WriteTo(w io.Writer) (n int64, err error) {
+	buf := make([]byte, blockSize)
+	for {
+		full := 0
+		for full < len(buf) && err == nil {
+			var got int
+			got, err = b.Reader.Read(buf[full:])
+			full += got
+		}
+		sent, werr := w.Write(buf[:full])
+		n += int64(sent)
+		switch {
+		case werr != nil:
+			return n, werr
+		case err == io.EOF:
+			return n, nil
+		case err != nil:
+			return n, err // io.ErrUnexpectedEOF too: what broke off is not whole
+		}
+	}
 }
 
 // File is the content of a file that is being read. A failure midway is an
