@@ -262,7 +262,8 @@ func randomFile(size int64) io.Reader {
 		tw := tar.NewWriter(w)
 		err := tw.WriteHeader(&tar.Header{Name: "file", Typeflag: tar.TypeReg, Mode: 0o644, Size: size})
 		if err == nil {
-			_, err = io.CopyN(tw, rand.NewChaCha8([32]byte{}), size)
+			// In pieces as large as a program writes that sends a file.
+			_, err = io.CopyBuffer(tw, io.LimitReader(rand.NewChaCha8([32]byte{}), size), make([]byte, 256<<10))
 		}
 		if err == nil {
 			err = tw.Close()

@@ -22,6 +22,9 @@ import (
 // bounds the entries of one archive (100,000 here), not those of a copy.
 const maxBatch = 50_000
 
+// maxPiece is how much of a file is read at once.
+const maxPiece = 256 << 10
+
 // upload copies a local file or tree into the sandbox.
 func (j *copying) upload(ctx context.Context, source, target string) error {
 	info, err := os.Stat(source)
@@ -214,7 +217,7 @@ func (j *copying) addFile(tw *tar.Writer, h *tar.Header, p string) error {
 		return err
 	}
 	content := &fileContent{r: io.LimitReader(j.count(f), h.Size)}
-	n, err := io.Copy(tw, content)
+	n, err := io.CopyBuffer(tw, content, make([]byte, min(h.Size+1, maxPiece)))
 	switch {
 	case content.err != nil:
 		j.entry(p, fmt.Errorf("%w; the copy ends in zeros", cause(content.err)))

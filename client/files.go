@@ -39,28 +39,27 @@ func (c *Client) WriteFiles(ctx context.Context, id cloche.SessionID, dir string
 // net/http a file goes at half the speed.
 const blockSize = 256 << 10
 
-// blocks is a reader that is sent in large pieces, whatever pieces it comes in.
+// blocks is a reader that is sent in pieces as large as it gives them, and as
+// soon: net/http alone would take 32 KiB at a time.
 type blocks struct{ io.Reader }
 
 // WriteTo implements io.WriterTo, which net/http uses for a body.
 func (b blocks) WriteTo(w io.Writer) (n int64, err error) {
 	buf := make([]byte, blockSize)
 	for {
-		full := 0
-		for full < len(buf) && err == nil {
-			var got int
-			got, err = b.Reader.Read(buf[full:])
-			full += got
+		got, err := b.Read(buf)
+		if got > 0 {
+			sent, werr := w.Write(buf[:got])
+			n += int64(sent)
+			if werr != nil {
+				return n, werr
+			}
 		}
-		sent, werr := w.Write(buf[:full])
-		n += int64(sent)
-		switch {
-		case werr != nil:
-			return n, werr
-		case err == io.EOF:
+		if err == io.EOF {
 			return n, nil
-		case err != nil:
-			return n, err // io.ErrUnexpectedEOF too: what broke off is not whole
+		}
+		if err != nil {
+			return n, err
 		}
 	}
 }
