@@ -34,6 +34,9 @@ type serveCmd struct {
 // longer are cut; their commands go on.
 const drain = 10 * time.Second
 
+// farewell is what they get after that to say so to their clients.
+const farewell = time.Second
+
 // Run serves until ctx ends.
 func (c *serveCmd) Run(ctx context.Context, env *cli.Env) (err error) {
 	log, err := newLogger(env.Stderr, c.LogFormat, c.LogLevel)
@@ -116,7 +119,12 @@ func (s *server) run(ctx context.Context, listener net.Listener, stdout io.Write
 		err := srv.Shutdown(bound)
 		if errors.Is(err, context.DeadlineExceeded) {
 			cut(vercel.ErrShutdown)
-			err = srv.Close()
+			last, end := context.WithTimeout(context.WithoutCancel(ctx), farewell)
+			err = srv.Shutdown(last)
+			end()
+			if errors.Is(err, context.DeadlineExceeded) {
+				err = srv.Close()
+			}
 		}
 		errs = append(errs, err)
 	}
