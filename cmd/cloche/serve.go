@@ -20,8 +20,8 @@ import (
 // serveCmd is `cloche serve`. The flags that DESIGN fixes come first.
 type serveCmd struct {
 	Data   string `required:"" placeholder:"DIR" help:"Data directory; made if it does not exist."`
-	Listen string `default:"127.0.0.1:4180" placeholder:"ADDR" help:"Address to listen on. Anything but loopback needs TLS in front."`
-	Driver string `default:"auto" enum:"auto,gvisor,microvm" help:"What makes machines: auto, gvisor or microvm."`
+	Listen string `default:"127.0.0.1:4180" placeholder:"ADDR" help:"Address to listen on (default: 127.0.0.1:4180). Anything but loopback needs TLS in front."`
+	Driver string `default:"auto" enum:"auto,gvisor,microvm" help:"What makes machines: auto or gvisor; microvm is not in this version."`
 	Accel  string `default:"auto" enum:"auto,kvm,tcg" help:"Acceleration of the microvm driver: auto, kvm or tcg."`
 	Config string `type:"path" placeholder:"FILE" help:"Configuration in TOML; flags go over it."`
 
