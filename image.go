@@ -9,13 +9,13 @@ const DefaultImage = "universal"
 // Image is a read-only root file system that is complete on this host. It is
 // persisted, and never changes once it is listed.
 type Image struct {
-	ID        ImageID
-	Name      string // "universal", or the repository and tag it was pulled by
-	Digest    string // "sha256:" + hex over the tree's content, or the manifest's digest
-	SizeBytes int64
-	Files     int64
-	CreatedAt time.Time
-	Config    ImageConfig
+	ID        ImageID     `json:"id"`
+	Name      string      `json:"name"`   // "universal", or the repository and tag it was pulled by
+	Digest    string      `json:"digest"` // "sha256:" + hex over the tree's content, or the manifest's digest
+	SizeBytes int64       `json:"sizeBytes"`
+	Files     int64       `json:"files"`
+	CreatedAt time.Time   `json:"createdAt"`
+	Config    ImageConfig `json:"config"`
 }
 
 // Reference is the digest-pinned name that clients see.

@@ -11,6 +11,7 @@ import (
 	"io"
 	"os"
 	"reflect"
+	"slices"
 	"strings"
 
 	"github.com/alecthomas/kong"
@@ -92,8 +93,8 @@ type grammar struct {
 	Logs     logsCmd     `cmd:"" group:"inside" help:"Print a command's output from its start."`
 	Kill     killCmd     `cmd:"" group:"inside" help:"Send a signal to a command."`
 	Sessions sessionsCmd `cmd:"" group:"inside" help:"The runs of a sandbox."`
-	Fork     forkCmd     `cmd:"" group:"inside" help:"Make a sandbox from what another one has saved."`
-	Snapshot snapshotCmd `cmd:"" group:"inside" help:"Save a sandbox's files, and stop it."`
+	Fork     forkCmd     `cmd:"" group:"inside" help:"Make a sandbox from what another one has saved (not in this version)."`
+	Snapshot snapshotCmd `cmd:"" group:"inside" help:"Save a sandbox's files, and stop it (not in this version)."`
 
 	Completion completionCmd `cmd:"" group:"host" help:"Print the completion script of a shell."`
 	Complete   completeCmd   `cmd:"" name:"__complete" hidden:""`
@@ -122,10 +123,21 @@ func Main(ctx context.Context, args, environ []string, stdin io.Reader, stdout, 
 		fmt.Fprintln(stderr, "cloche: command line:", err)
 		return ExitUsage
 	}
-	if len(args) == 0 {
-		args = []string{"--help"}
-	}
+	args = spelled(args)
 	return run(parser, args, env)
+}
+
+// spelled puts what people type out of habit into the grammar's words.
+func spelled(args []string) []string {
+	switch {
+	case len(args) == 0:
+		return []string{"--help"}
+	case args[0] == "help":
+		return append(slices.Clone(args[1:]), "--help")
+	case len(args) == 1 && args[0] == "--version":
+		return []string{"version"}
+	}
+	return args
 }
 
 // helpShown unwinds Parse after --help, which would end the process otherwise.

@@ -17,7 +17,7 @@ import (
 
 // jsonFlag is the flag that every command with an answer has.
 type jsonFlag struct {
-	JSON bool `name:"json" help:"Print JSON, as the server sent it."`
+	JSON bool `name:"json" help:"Print JSON."`
 }
 
 // printJSON writes v, indented, with a newline.

@@ -22,7 +22,7 @@ type createFlags struct {
 	VCPUs   int      `name:"vcpus" help:"Number of CPUs; each comes with 2 GiB of memory." placeholder:"N"`
 	Timeout Duration `help:"Time after which the sandbox stops by itself (default: 5m)." placeholder:"DURATION"`
 	Net     string   `help:"What the sandbox may reach: deny-all." placeholder:"deny-all"`
-	Port    []int    `short:"p" help:"Port to make reachable from outside." placeholder:"PORT"`
+	Port    []int    `short:"p" help:"Port to make reachable from outside (not in this version)." placeholder:"PORT"`
 	Env     []string `short:"e" sep:"none" help:"Variable for all commands; NAME alone copies it from here." placeholder:"K=V"`
 	Tag     []string `short:"t" sep:"none" help:"Tag of the sandbox." placeholder:"K=V"`
 }
@@ -203,7 +203,7 @@ type execCmd struct {
 
 // Help is the text below the flags.
 func (e *execCmd) Help() string {
-	return `Standard input, output and error pass through byte for byte, and the exit code is the command's; 125 means that cloche itself failed. Ctrl-C goes to the command; a second one kills it. A sandbox that has stopped is started again.
+	return `Standard input, output and error pass through byte for byte, and the exit code is the command's; 125 means that cloche itself failed. Ctrl-C goes to the command; a second one kills it. A sandbox that has stopped is started again, from its image.
 
 Examples:
   cloche exec build -- make test
@@ -233,7 +233,11 @@ func (e *execCmd) Run(ctx context.Context, env *Env) error {
 		return err
 	}
 	if view.Resumed && !e.Quiet {
-		fmt.Fprintf(env.Stderr, "cloche: %s had stopped and was started again\n", e.Name)
+		kept := ""
+		if !view.Sandbox.Persistent {
+			kept = ", without its files"
+		}
+		fmt.Fprintf(env.Stderr, "cloche: %s had stopped and was started again%s\n", e.Name, kept)
 	}
 	signals := catchSignals()
 	defer signals.Close()
@@ -288,7 +292,8 @@ func foreground(parent context.Context, env *Env, c *client.Client, at site, r c
 	ctx, cancel := context.WithCancelCause(parent)
 	defer cancel(nil)
 	started := make(chan cloche.CommandID, 1)
-	r.Started = func(cmd client.Command) { started <- cmd.ID }
+	var id cloche.CommandID
+	r.Started = func(cmd client.Command) { id = cmd.ID; started <- cmd.ID }
 	forwarded := signals.forward(ctx, cancel, started, func(ctx context.Context, cmd cloche.CommandID, n int) error {
 		_, err := c.Kill(ctx, at.id, cmd, n)
 		return err
@@ -307,6 +312,8 @@ func foreground(parent context.Context, env *Env, c *client.Client, at site, r c
 		return &ExitError{Code: exitPipe}
 	case err != nil && killErr != nil:
 		return &ExitError{Code: ExitOwn, Err: fmt.Errorf("%w (and the signal was not delivered: %w)", err, killErr)}
+	case err != nil && id != "" && code(err) == cloche.CodeUnavailable: // the server went, or the way to it
+		return &ExitError{Code: ExitOwn, Err: fmt.Errorf("%w\nhint: the command may go on: `cloche logs -f %s %s`", err, at.name, id)}
 	case err != nil:
 		return &ExitError{Code: ExitOwn, Err: fmt.Errorf("%s: %w", strings.Join(append([]string{r.Command}, r.Args...), " "), err)}
 	}

@@ -348,7 +348,11 @@ func (s *sessionsLsCmd) Run(ctx context.Context, env *Env) error {
 	}
 	t := newTable(env.Stdout, "SESSION", "STATUS", "STARTED", "DURATION", "CPU")
 	for _, v := range all {
-		t.row(string(v.ID), string(v.Status), ago(v.StartedAt), short(v.Duration.Duration()), short(v.ActiveCPU.Duration()))
+		lasted := v.Duration.Duration()
+		if !v.Status.Final() && v.StartedAt != 0 {
+			lasted = time.Since(v.StartedAt.Time())
+		}
+		t.row(string(v.ID), string(v.Status), ago(v.StartedAt), short(lasted), short(v.ActiveCPU.Duration()))
 	}
 	return t.flush()
 }

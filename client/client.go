@@ -52,7 +52,7 @@ type Client struct {
 }
 
 // New returns a Client of the server at rawURL, such as
-// "http://127.0.0.1:7070". An unusable address or token is CodeInvalid. It
+// "http://127.0.0.1:4180". An unusable address or token is CodeInvalid. It
 // makes no request.
 func New(rawURL, token string) (*Client, error) {
 	u, err := url.Parse(rawURL)
@@ -79,7 +79,7 @@ func New(rawURL, token string) (*Client, error) {
 func FromEnv(getenv func(string) string) (*Client, error) {
 	address, token := getenv(EnvURL), getenv(EnvToken)
 	if address == "" {
-		return nil, cloche.Errorf(cloche.CodeInvalid, "%s is not set; set it to the address that `cloche serve` printed, such as http://127.0.0.1:7070", EnvURL)
+		return nil, cloche.Errorf(cloche.CodeInvalid, "%s is not set; set it to the address that `cloche serve` printed, such as http://127.0.0.1:4180", EnvURL)
 	}
 	if token == "" {
 		return nil, cloche.Errorf(cloche.CodeInvalid, "%s is not set; set it to what `cloche token create --data DIR` printed", EnvToken)

@@ -75,11 +75,11 @@ func loadRecipe(name string) (*recipe, error) {
 	}
 	files, err := fs.Sub(recipes, name)
 	if err != nil || strings.Contains(name, "/") {
-		return nil, cloche.Errorf(cloche.CodeNotFound, "there is no recipe %q; there is: %s", name, strings.Join(names, ", "))
+		return nil, cloche.Errorf(cloche.CodeNotFound, "there is no recipe %q for `cloche image build`; there is: %s", name, strings.Join(names, ", "))
 	}
 	b, err := fs.ReadFile(files, "recipe.toml")
 	if err != nil {
-		return nil, cloche.Errorf(cloche.CodeNotFound, "there is no recipe %q; there is: %s", name, strings.Join(names, ", "))
+		return nil, cloche.Errorf(cloche.CodeNotFound, "there is no recipe %q for `cloche image build`; there is: %s", name, strings.Join(names, ", "))
 	}
 	r := &recipe{name: name, files: files}
 	if err := toml.NewDecoder(strings.NewReader(string(b))).DisallowUnknownFields().Decode(r); err != nil {

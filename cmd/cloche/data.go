@@ -33,12 +33,38 @@ func openDataDir(dir string) (dataDir, error) {
 	if err := os.MkdirAll(abs, 0o700); err != nil {
 		return "", fmt.Errorf("data directory: %w", err)
 	}
+	if err := checkOurs(abs); err != nil {
+		return "", err
+	}
 	if err := os.Chmod(abs, 0o700); err != nil {
 		return "", fmt.Errorf("data directory: %w", err)
 	}
 	// The real path: mounts are found again by it.
 	real, err := filepath.EvalSymlinks(abs)
 	return dataDir(real), err
+}
+
+// checkOurs fails for a directory with files of others. A mistyped --data would
+// close it to everybody else: think of /tmp.
+func checkOurs(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("data directory: %w", err)
+	}
+	foreign := ""
+	for _, e := range entries {
+		switch e.Name() {
+		case "cloche.db", "lock":
+			return nil
+		case "lost+found": // of a file system of its own
+		default:
+			foreign = e.Name()
+		}
+	}
+	if foreign != "" {
+		return fmt.Errorf("%s is no data directory of Cloche, and not empty (it has %q): choose another --data", dir, foreign)
+	}
+	return nil
 }
 
 // errLocked is that another process has the data directory.

@@ -20,8 +20,8 @@ import (
 // serveCmd is `cloche serve`. The flags that DESIGN fixes come first.
 type serveCmd struct {
 	Data   string `required:"" placeholder:"DIR" help:"Data directory; made if it does not exist."`
-	Listen string `default:"127.0.0.1:4180" placeholder:"ADDR" help:"Address to listen on. Anything but loopback needs TLS in front."`
-	Driver string `default:"auto" enum:"auto,gvisor,microvm" help:"What makes machines: auto, gvisor or microvm."`
+	Listen string `default:"127.0.0.1:4180" placeholder:"ADDR" help:"Address to listen on (default: 127.0.0.1:4180). Anything but loopback needs TLS in front."`
+	Driver string `default:"auto" enum:"auto,gvisor,microvm" help:"What makes machines: auto or gvisor; microvm is not in this version."`
 	Accel  string `default:"auto" enum:"auto,kvm,tcg" help:"Acceleration of the microvm driver: auto, kvm or tcg."`
 	Config string `type:"path" placeholder:"FILE" help:"Configuration in TOML; flags go over it."`
 
@@ -33,6 +33,9 @@ type serveCmd struct {
 // drain is what requests in flight get when the server ends. Streams that last
 // longer are cut; their commands go on.
 const drain = 10 * time.Second
+
+// farewell is what they get after that to say so to their clients.
+const farewell = time.Second
 
 // Run serves until ctx ends.
 func (c *serveCmd) Run(ctx context.Context, env *cli.Env) (err error) {
@@ -116,7 +119,12 @@ func (s *server) run(ctx context.Context, listener net.Listener, stdout io.Write
 		err := srv.Shutdown(bound)
 		if errors.Is(err, context.DeadlineExceeded) {
 			cut(vercel.ErrShutdown)
-			err = srv.Close()
+			last, end := context.WithTimeout(context.WithoutCancel(ctx), farewell)
+			err = srv.Shutdown(last)
+			end()
+			if errors.Is(err, context.DeadlineExceeded) {
+				err = srv.Close()
+			}
 		}
 		errs = append(errs, err)
 	}

@@ -53,7 +53,7 @@ const patched = Symbol.for("cloche-sandbox.domain");
 /** The server's URL without a slash at its end. */
 function serverURL(url) {
   if (!url) {
-    throw new Error("cloche-sandbox: CLOCHE_URL is not set. Set it to the address of your Cloche server, for example CLOCHE_URL=http://127.0.0.1:7070");
+    throw new Error("cloche-sandbox: CLOCHE_URL is not set. Set it to the address of your Cloche server, for example CLOCHE_URL=http://127.0.0.1:4180");
   }
   let parsed;
   try {
