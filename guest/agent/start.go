@@ -262,7 +262,7 @@ func (a *Agent) attend(c *command, s guest.Start, f *stdio, exited <-chan syscal
 		c.in.stop()
 		pumps.Wait()
 		c.out.finish(e)
-		a.log.Info("command ended", "command", c.id, "code", e.Code, "signal", e.Signal, "cause", e.Cause)
+		a.log.Debug("command ended", "command", c.id, "code", e.Code, "signal", e.Signal, "cause", e.Cause)
 		a.sweep(c.group)
 	})
 }
