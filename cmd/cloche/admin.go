@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"os"
 	"syscall"
+	"time"
 
 	"github.com/cloche-dev/cloche"
 	"github.com/cloche-dev/cloche/image"
@@ -25,12 +26,26 @@ type admin interface {
 	// MakeImage builds or pulls an image, telling progress as it goes.
 	MakeImage(ctx context.Context, r imageRequest, progress func(image.Step)) (cloche.Image, error)
 	Images(ctx context.Context) ([]cloche.Image, error)
+	// RemoveImage removes an image that no sandbox uses.
+	RemoveImage(ctx context.Context, ref string) error
+	// Tokens lists what is known of tokens: no secrets.
+	Tokens(ctx context.Context) ([]tokenInfo, error)
+	// RevokeToken ends a token at once.
+	RevokeToken(ctx context.Context, id cloche.TokenID) error
 }
 
 type tokenRequest struct {
 	Team    string `json:"team"`
 	Project string `json:"project"`
 	JWT     bool   `json:"jwt"`
+}
+
+// tokenInfo is a token without what would let anybody use it.
+type tokenInfo struct {
+	ID        cloche.TokenID `json:"id"`
+	Team      string         `json:"team"`
+	Project   string         `json:"project"`
+	CreatedAt time.Time      `json:"createdAt"`
 }
 
 // imageRequest asks for an image by recipe name or by reference.
@@ -43,6 +58,9 @@ type imageRequest struct {
 
 // withAdmin calls f with the admin of a data directory.
 func withAdmin(ctx context.Context, dir string, log *slog.Logger, f func(admin) error) error {
+	if _, err := os.Stat(dir); errors.Is(err, os.ErrNotExist) {
+		log.WarnContext(ctx, "there was no data directory here; a new one is made", "data", dir)
+	}
 	data, err := openDataDir(dir)
 	if err != nil {
 		return err
@@ -87,6 +105,27 @@ func (a *localAdmin) MakeImage(ctx context.Context, r imageRequest, progress fun
 
 func (a *localAdmin) Images(ctx context.Context) ([]cloche.Image, error) { return a.images.List(ctx) }
 
+func (a *localAdmin) RemoveImage(ctx context.Context, ref string) error {
+	img, err := a.images.Image(ctx, ref)
+	if err != nil {
+		return err
+	}
+	return a.images.Remove(ctx, img.ID)
+}
+
+func (a *localAdmin) Tokens(ctx context.Context) ([]tokenInfo, error) {
+	all, err := a.auth.List(ctx)
+	list := make([]tokenInfo, len(all))
+	for i, t := range all {
+		list[i] = tokenInfo{ID: t.ID, Team: t.Team, Project: t.Project, CreatedAt: t.CreatedAt}
+	}
+	return list, err
+}
+
+func (a *localAdmin) RevokeToken(ctx context.Context, id cloche.TokenID) error {
+	return a.auth.Revoke(ctx, id)
+}
+
 // listenAdmin opens the socket, which only root can connect to. The lock is
 // held, so that one that is there belongs to no process.
 func listenAdmin(dir dataDir) (net.Listener, error) {
@@ -124,6 +163,15 @@ func adminRoutes(a admin) http.Handler {
 		return a.CreateToken(ctx, r)
 	})
 	adminRoute(mux, "POST /image", a.MakeImage)
+	adminRoute(mux, "POST /image/remove", func(ctx context.Context, ref string, _ func(image.Step)) (struct{}, error) {
+		return struct{}{}, a.RemoveImage(ctx, ref)
+	})
+	adminRoute(mux, "POST /tokens", func(ctx context.Context, _ struct{}, _ func(image.Step)) ([]tokenInfo, error) {
+		return a.Tokens(ctx)
+	})
+	adminRoute(mux, "POST /token/revoke", func(ctx context.Context, id cloche.TokenID, _ func(image.Step)) (struct{}, error) {
+		return struct{}{}, a.RevokeToken(ctx, id)
+	})
 	adminRoute(mux, "POST /images", func(ctx context.Context, _ struct{}, _ func(image.Step)) ([]cloche.Image, error) {
 		return a.Images(ctx)
 	})
@@ -213,4 +261,17 @@ func (a *remoteAdmin) MakeImage(ctx context.Context, r imageRequest, progress fu
 func (a *remoteAdmin) Images(ctx context.Context) (list []cloche.Image, err error) {
 	err = a.ask(ctx, "/images", struct{}{}, &list, nil)
 	return list, err
+}
+
+func (a *remoteAdmin) RemoveImage(ctx context.Context, ref string) error {
+	return a.ask(ctx, "/image/remove", ref, &struct{}{}, nil)
+}
+
+func (a *remoteAdmin) Tokens(ctx context.Context) (list []tokenInfo, err error) {
+	err = a.ask(ctx, "/tokens", struct{}{}, &list, nil)
+	return list, err
+}
+
+func (a *remoteAdmin) RevokeToken(ctx context.Context, id cloche.TokenID) error {
+	return a.ask(ctx, "/token/revoke", id, &struct{}{}, nil)
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"log/slog"
 	"net"
@@ -77,7 +78,7 @@ func TestAdminWithoutServer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stdout, stderr, err := printed((&imageLsCmd{imageFlags{Data: data}}).Run)
+	stdout, stderr, err := printed((&imageLsCmd{adminFlags{Data: data}}).Run)
 	if stdout != "" || !strings.Contains(stderr, "no images; make the default one with: cloche image build universal --data "+data) || err != nil {
 		t.Errorf("%q, %q, %v", stdout, stderr, err)
 	}
@@ -131,7 +132,7 @@ func TestAdminWithServer(t *testing.T) {
 	if cloche.ErrorCode(err) != cloche.CodeNotFound || !strings.Contains(err.Error(), "nonsense") {
 		t.Errorf("an unknown recipe: %v", err)
 	}
-	stdout, _, err := printed((&imageLsCmd{imageFlags{Data: data}}).Run)
+	stdout, _, err := printed((&imageLsCmd{adminFlags{Data: data}}).Run)
 	if !strings.Contains(stdout, "universal") || !strings.Contains(stdout, "3.0 MiB") || err != nil {
 		t.Errorf("%q, %v", stdout, err)
 	}
@@ -183,5 +184,41 @@ func TestSecondServerIsRefused(t *testing.T) {
 	second.Data, second.Listen = t.TempDir(), l.Addr().String()
 	if _, _, err := printed(second.Run); err == nil || !strings.Contains(err.Error(), l.Addr().String()) {
 		t.Errorf("%v", err)
+	}
+}
+
+// TestTokensEnd: a revoked token is worth nothing at once, with a server and
+// without one; a list shows no secret.
+func TestTokensEnd(t *testing.T) {
+	b := openTestBase(t)
+	answerAdmin(t, b, adminRoutes(&localAdmin{b}))
+	data := adminFlags{Data: string(b.dir), JSON: true}
+	secret, _, err := printed((&tokenCreateCmd{Data: data.Data}).Run)
+	if err != nil {
+		t.Fatal(err)
+	}
+	bearer := strings.TrimSpace(secret)
+	stdout, _, err := printed((&tokenLsCmd{data}).Run)
+	if err != nil || strings.Contains(stdout, bearer) {
+		t.Errorf("%q, %v", stdout, err)
+	}
+	var list []tokenInfo
+	if err := json.Unmarshal([]byte(stdout), &list); err != nil || len(list) != 1 || list[0].Team != cloche.DefaultTeam {
+		t.Fatalf("%+v, %v", list, err)
+	}
+	if _, err := b.auth.Authenticate(t.Context(), bearer); err != nil {
+		t.Errorf("before: %v", err)
+	}
+	if _, _, err := printed((&tokenRevokeCmd{data, string(list[0].ID)}).Run); err != nil {
+		t.Error(err)
+	}
+	if _, err := b.auth.Authenticate(t.Context(), bearer); cloche.ErrorCode(err) != cloche.CodeUnauthorized {
+		t.Errorf("after: %v", err)
+	}
+	if _, _, err := printed((&tokenRevokeCmd{data, string(list[0].ID)}).Run); cloche.ErrorCode(err) != cloche.CodeNotFound {
+		t.Errorf("again: %v", err)
+	}
+	if _, _, err := printed((&imageRmCmd{data, "universal"}).Run); cloche.ErrorCode(err) != cloche.CodeNotFound {
+		t.Errorf("remove an image that is not there: %v", err)
 	}
 }

@@ -21,16 +21,17 @@ type imageCmd struct {
 	Build imageBuildCmd `cmd:"" help:"Build an image from Debian's packages: universal."`
 	Pull  imagePullCmd  `cmd:"" help:"Pull a linux/amd64 image from an OCI registry."`
 	Ls    imageLsCmd    `cmd:"" aliases:"list" help:"List the images of this server."`
+	Rm    imageRmCmd    `cmd:"" aliases:"remove" help:"Remove an image that no sandbox uses."`
 }
 
-// imageFlags are those of every image command.
-type imageFlags struct {
+// adminFlags are those of the commands that manage a data directory.
+type adminFlags struct {
 	Data string `required:"" placeholder:"DIR" help:"Data directory of the server."`
 	JSON bool   `name:"json" help:"Print JSON."`
 }
 
 type imageBuildCmd struct {
-	imageFlags
+	adminFlags
 	Name      string `arg:"" help:"Name of the recipe: universal."`
 	IfMissing bool   `xor:"when" help:"Do nothing if the image is there already."`
 	Refresh   bool   `xor:"when" help:"Install today's packages, although a build of this recipe is in the cache."`
@@ -42,7 +43,7 @@ func (c *imageBuildCmd) Run(ctx context.Context, env *cli.Env) error {
 }
 
 type imagePullCmd struct {
-	imageFlags
+	adminFlags
 	Ref       string `arg:"" help:"Reference: repository, repository:tag or repository@sha256:…"`
 	IfMissing bool   `help:"Do nothing if the image is there already."`
 }
@@ -52,7 +53,7 @@ func (c *imagePullCmd) Run(ctx context.Context, env *cli.Env) error {
 	return c.make(ctx, env, imageRequest{Pull: c.Ref, IfMissing: c.IfMissing})
 }
 
-func (c *imageFlags) make(ctx context.Context, env *cli.Env, r imageRequest) error {
+func (c *adminFlags) make(ctx context.Context, env *cli.Env, r imageRequest) error {
 	return c.admin(ctx, env, func(a admin) error {
 		show := newProgress(env.Stderr)
 		img, err := a.MakeImage(ctx, r, show.step)
@@ -64,7 +65,7 @@ func (c *imageFlags) make(ctx context.Context, env *cli.Env, r imageRequest) err
 	})
 }
 
-func (c *imageFlags) admin(ctx context.Context, env *cli.Env, f func(admin) error) error {
+func (c *adminFlags) admin(ctx context.Context, env *cli.Env, f func(admin) error) error {
 	log, err := newLogger(env.Stderr, "text", "warn")
 	if err != nil {
 		return err
@@ -72,7 +73,7 @@ func (c *imageFlags) admin(ctx context.Context, env *cli.Env, f func(admin) erro
 	return withAdmin(ctx, c.Data, log, f)
 }
 
-type imageLsCmd struct{ imageFlags }
+type imageLsCmd struct{ adminFlags }
 
 // Run lists images.
 func (c *imageLsCmd) Run(ctx context.Context, env *cli.Env) error {
@@ -89,11 +90,25 @@ func (c *imageLsCmd) Run(ctx context.Context, env *cli.Env) error {
 	})
 }
 
-func (c *imageFlags) print(w io.Writer, list []cloche.Image) error {
+type imageRmCmd struct {
+	adminFlags
+	Ref string `arg:"" help:"Name, or name@sha256:… for one of several."`
+}
+
+// Run removes an image.
+func (c *imageRmCmd) Run(ctx context.Context, env *cli.Env) error {
+	return c.admin(ctx, env, func(a admin) error { return a.RemoveImage(ctx, c.Ref) })
+}
+
+func printJSON(w io.Writer, v any) error {
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	return enc.Encode(v)
+}
+
+func (c *adminFlags) print(w io.Writer, list []cloche.Image) error {
 	if c.JSON {
-		enc := json.NewEncoder(w)
-		enc.SetIndent("", "  ")
-		return enc.Encode(list)
+		return printJSON(w, list)
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "NAME\tDIGEST\tSIZE\tFILES\tCREATED")
