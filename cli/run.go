@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -25,6 +26,21 @@ type createFlags struct {
 	Port    []int    `short:"p" help:"Port to make reachable from outside (not in this version)." placeholder:"PORT"`
 	Env     []string `short:"e" sep:"none" help:"Variable for all commands; NAME alone copies it from here." placeholder:"K=V"`
 	Tag     []string `short:"t" sep:"none" help:"Tag of the sandbox." placeholder:"K=V"`
+}
+
+// given names the flags that only a new sandbox takes.
+func (f *createFlags) given() string {
+	var names []string
+	for name, set := range map[string]bool{
+		"--image": f.Image != "", "--runtime": f.Runtime != "", "--vcpus": f.VCPUs != 0, "--timeout": f.Timeout != 0,
+		"--env": len(f.Env) > 0, "--tag": len(f.Tag) > 0,
+	} {
+		if set {
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	return strings.Join(names, ", ")
 }
 
 // request is the flags as a request.
@@ -139,6 +155,9 @@ func (r *runCmd) Run(ctx context.Context, env *Env) error {
 		longer := "--timeout gives it longer"
 		if !made {
 			longer = extendHint(view.Sandbox.Name)
+			if ignored := r.given(); ignored != "" {
+				fmt.Fprintf(env.Stderr, "cloche: %s was there already: %s without effect\n", view.Sandbox.Name, ignored)
+			}
 		}
 		err = foreground(ctx, env, c, site{view.Session.ID, view.Sandbox.Name, longer}, r.commandFlags.command(words, env), signals)
 	}
@@ -197,6 +216,7 @@ type execCmd struct {
 	commandFlags `embed:""`
 	Env          []string `short:"e" sep:"none" help:"Variable for the command; NAME alone copies it from here." placeholder:"K=V"`
 	Timeout      Duration `help:"Time after which the command is killed." placeholder:"DURATION"`
+	Detach       bool     `short:"d" help:"Print the command's id and leave it running."`
 	Name         string   `arg:"" complete:"sandbox" help:"Sandbox."`
 	Argv         []string `arg:"" name:"command" passthrough:"partial" help:"Command and its arguments, behind --."`
 }
@@ -208,6 +228,7 @@ func (e *execCmd) Help() string {
 Examples:
   cloche exec build -- make test
   cloche exec build --timeout 30s -- ./slow
+  cloche logs -f build $(cloche exec -d build -- npm run dev)
   cloche exec build -- sh -c 'cat > notes.txt' < notes.txt
   while read f; do cloche exec -n build -- rm "$f"; done < list`
 }
@@ -238,6 +259,14 @@ func (e *execCmd) Run(ctx context.Context, env *Env) error {
 			kept = ", without its files"
 		}
 		fmt.Fprintf(env.Stderr, "cloche: %s had stopped and was started again%s\n", e.Name, kept)
+	}
+	if e.Detach {
+		started, err := c.Start(ctx, view.Session.ID, request)
+		if err != nil {
+			return err
+		}
+		_, err = fmt.Fprintln(env.Stdout, started.ID)
+		return err
 	}
 	signals := catchSignals()
 	defer signals.Close()

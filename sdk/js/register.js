@@ -12,6 +12,9 @@ globalThis.fetch = createFetch({ fetch: (input, init) => original(input, init) }
 // The SDK takes a token of the three-part form from this variable, and team and
 // project out of the token. An opaque one has to be passed in code.
 const token = process.env.CLOCHE_TOKEN;
+if (process.env.VERCEL_OIDC_TOKEN?.startsWith("clo_")) {
+  throw new Error("VERCEL_OIDC_TOKEN has an opaque token; the SDK needs the three-part form: cloche token create --jwt");
+}
 if (token && !process.env.VERCEL_OIDC_TOKEN && token.split(".").length === 3) {
   process.env.VERCEL_OIDC_TOKEN = token;
 }

@@ -100,3 +100,11 @@ test("register leaves an opaque token and a given one alone", () => {
     assert.equal(r.stdout, want, r.stderr);
   }
 });
+
+test("an opaque token where the SDK needs the other form stops the process", () => {
+  const r = spawnSync(process.execPath, ["--import", join(here, "register.js"), "-e", "console.log('ran')"],
+    { env: { PATH: process.env.PATH, CLOCHE_URL: "http://x", VERCEL_OIDC_TOKEN: "clo_x" }, encoding: "utf8" });
+  assert.notEqual(r.status, 0);
+  assert.equal(r.stdout, "");
+  assert.match(r.stderr, /cloche token create --jwt/);
+});
