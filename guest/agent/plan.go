@@ -33,6 +33,9 @@ type plan struct {
 	env  []string
 	path string // of the executable
 	argv []string
+
+	// careful looks again as the user; nil once it has. See newPlan.
+	careful func() error
 }
 
 // newPlan checks what can be checked before the fork, as the user that the
@@ -61,19 +64,33 @@ func (a *Agent) newPlan(id cloche.CommandID, s guest.Start, cfg guest.Config, ma
 		env[envCommand] = string(id)
 	}
 	p.env = flatten(env)
-	err = as(p.user, func() error {
-		if err := checkDir(p.dir); err != nil {
-			return err
-		}
-		found, err := findExecutable(s.Argv[0], env["PATH"], p.dir, p.user)
-		if err != nil {
-			p.fail(err)
-			return nil
-		}
+	// What root sees is nearly always what the user would, and changing the
+	// thread's ids costs a twentieth of a command's start. If the kernel then
+	// refuses to start it, the look is repeated as the user.
+	p.careful = func() error {
+		p.careful = nil
+		return as(p.user, func() error { return p.find(s.Argv[0], env["PATH"]) })
+	}
+	if found, err := findExecutable(s.Argv[0], env["PATH"], p.dir, p.user); err == nil {
 		p.path = found
+		return p, nil
+	}
+	return p, p.careful()
+}
+
+// find looks for the directory and the executable with the calling thread's
+// permissions.
+func (p *plan) find(name, search string) error {
+	if err := checkDir(p.dir); err != nil {
+		return err
+	}
+	found, err := findExecutable(name, search, p.dir, p.user)
+	if err != nil {
+		p.fail(err)
 		return nil
-	})
-	return p, err
+	}
+	p.path = found
+	return nil
 }
 
 // fail makes the plan one that reports err, with the shells' exit code for it.

@@ -218,6 +218,12 @@ func (a *Agent) fork(c *command, s guest.Start, p *plan, f *stdio) error {
 	try := func() (int, error) { return syscall.ForkExec(p.path, p.argv, attr) }
 	begin := time.Now()
 	pid, err := a.reaper.start(try, func(ws syscall.WaitStatus) { exited <- ws })
+	if err != nil && p.careful != nil {
+		if err := p.careful(); err != nil {
+			return err
+		}
+		pid, err = a.reaper.start(try, func(ws syscall.WaitStatus) { exited <- ws })
+	}
 	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.ENOEXEC) ||
 		errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.EPERM) || errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ETXTBSY) {
 		p.fail(err)
