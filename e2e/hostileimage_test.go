@@ -34,6 +34,7 @@ func TestHostileImageTrees(t *testing.T) {
 	s.start()
 	t.Cleanup(s.finish)
 	before := listing(t, marker)
+	refused := 0
 	for name, plant := range hostileTrees(marker) {
 		t.Run(name, func(t *testing.T) {
 			undo := plant.into(t, tree)
@@ -47,7 +48,9 @@ func TestHostileImageTrees(t *testing.T) {
 				t.Errorf("create did not return: %v", err)
 			}
 			t.Logf("create: %v after %s", err, time.Since(started).Round(time.Millisecond))
-			if err == nil {
+			if err != nil {
+				refused++
+			} else {
 				hostUnseen(s, v)
 				if err := s.c.DeleteSandbox(context.Background(), v.Sandbox.Name); err != nil {
 					t.Errorf("delete: %v", err)
@@ -59,6 +62,9 @@ func TestHostileImageTrees(t *testing.T) {
 		})
 	}
 	s.t = t
+	if refused < 10 { // /run as a file, and the like, cannot start
+		t.Errorf("only %d trees were refused: is it this image that sandboxes start from?", refused)
+	}
 }
 
 // hostUnseen runs what an image could have bent towards the host. Commands may
@@ -96,10 +102,10 @@ func ownImage(t *testing.T, data string) (tree string) {
 		t.Fatalf("copy images: %v\n%s", err, out)
 	}
 	trees, err := filepath.Glob(filepath.Join(images, "img_*", "*", "bin"))
-	if err != nil || len(trees) != 1 {
+	if err != nil || len(trees) == 0 {
 		t.Fatalf("trees: %q, %v", trees, err)
 	}
-	return filepath.Dir(trees[0])
+	return filepath.Dir(trees[len(trees)-1]) // the latest: ids are in order of time
 }
 
 // planted is what stands at a path of a tree.

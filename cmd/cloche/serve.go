@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"syscall"
 	"time"
 
 	"github.com/cloche-dev/cloche/api/vercel"
@@ -46,6 +47,9 @@ func (c *serveCmd) Run(ctx context.Context, env *cli.Env) (err error) {
 	if os.Geteuid() != 0 {
 		return errors.New("the server makes mounts, namespaces and cgroups and has to run as root; try sudo")
 	}
+	if err := raiseDescriptors(); err != nil {
+		log.Warn("the limit of open files stays as it was; many commands may reach it", "error", err)
+	}
 	conf, err := readConfig(c.Config)
 	if err != nil {
 		return err
@@ -73,6 +77,22 @@ func (c *serveCmd) Run(ctx context.Context, env *cli.Env) (err error) {
 	}
 	undo.Push("server", func(context.Context) error { return s.close() })
 	return s.run(ctx, listener, env.Stdout, c.StopSandboxes)
+}
+
+// maxDescriptors is for thousands of sandboxes: each running command has its log
+// open, and one tenant's must not leave none for the others. Machines inherit it:
+// gVisor has every file and directory open that its guest uses.
+const maxDescriptors = 1 << 20
+
+// raiseDescriptors makes the limit of open files what it has to be, whatever the
+// shell or the service manager gave. It takes CAP_SYS_RESOURCE, which root may lack
+// in a container.
+func raiseDescriptors() error {
+	var have syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &have); err != nil || have.Max >= maxDescriptors {
+		return err
+	}
+	return syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: maxDescriptors, Max: maxDescriptors})
 }
 
 func ignoreClosed(err error) error {

@@ -129,11 +129,20 @@ func (s *server) routes() http.Handler {
 	api := vercel.New(vercel.Config{
 		Service: s.control, Authenticator: s.base.auth, Log: s.log, Observe: s.metrics.observe,
 	})
-	mux := http.NewServeMux()
-	mux.Handle("/", api)
-	mux.Handle("GET /metrics", promhttp.HandlerFor(s.metrics.registry, promhttp.HandlerOpts{}))
-	mux.HandleFunc("GET /healthz", s.healthz)
-	return mux
+	metrics := promhttp.HandlerFor(s.metrics.registry, promhttp.HandlerOpts{})
+	// No ServeMux: it would redirect a path with dots or double slashes before
+	// the API has seen a token.
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		read := r.Method == http.MethodGet || r.Method == http.MethodHead
+		switch {
+		case read && r.URL.Path == "/metrics":
+			metrics.ServeHTTP(w, r)
+		case read && r.URL.Path == "/healthz":
+			s.healthz(w, r)
+		default:
+			api.ServeHTTP(w, r)
+		}
+	})
 }
 
 // healthz answers 200 while requests are accepted, 503 while the server ends.

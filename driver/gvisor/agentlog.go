@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -21,13 +22,16 @@ import (
 // The agent's standard error is a FIFO in the machine's state directory, so it
 // outlives this process as the machine does: the next one reads on. What comes
 // out of it is the machine's word, written by whoever is root in there: it is
-// bounded in length and in rate, and quoted in our log, never believed. While no
-// server runs, an agent that says more than a pipe holds waits for the next one.
+// bounded in length and in rate, and quoted in our log, never believed. Reading is
+// bounded too, lest a machine use our CPU instead of its own. While no server
+// runs, an agent that says more than a pipe holds waits for the next one.
 const (
 	maxLogLine     = 2 << 10 // bytes kept of one line
 	maxLogLines    = 200     // of one machine, in each logWindow
 	logWindow      = 10 * time.Second
 	maxRequestID   = 128
+	logPace        = 256 << 10 // bytes read of one machine in each paceWindow
+	paceWindow     = time.Second
 	fileAgentLog   = "agent.log"
 	agentLogBuffer = 64 << 10
 )
@@ -63,7 +67,7 @@ func (l *agentLogs) follow(m *machine) error {
 	}
 	l.files[m.ID()] = f
 	l.wg.Go(func() {
-		copyAgentLog(f, m.d.log.With("session", m.ID()))
+		copyAgentLog(&paced{r: f}, m.d.log.With("session", m.ID()))
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		_ = f.Close() // read only, and perhaps closed by close
@@ -84,7 +88,7 @@ func (l *agentLogs) close() {
 }
 
 // copyAgentLog reads lines until the end of r.
-func copyAgentLog(r *os.File, log *slog.Logger) {
+func copyAgentLog(r io.Reader, log *slog.Logger) {
 	lines := bufio.NewReaderSize(r, agentLogBuffer)
 	var start time.Time
 	n, dropped := 0, 0
@@ -105,6 +109,26 @@ func copyAgentLog(r *os.File, log *slog.Logger) {
 		}
 		logAgentLine(log, line)
 	}
+}
+
+// paced reads at most logPace bytes in each paceWindow; whoever writes more waits.
+type paced struct {
+	r     io.Reader
+	start time.Time
+	n     int
+}
+
+// Read implements io.Reader.
+func (p *paced) Read(b []byte) (int, error) {
+	if now := time.Now(); now.Sub(p.start) >= paceWindow {
+		p.start, p.n = now, 0
+	} else if p.n >= logPace {
+		time.Sleep(paceWindow - now.Sub(p.start)) // an end is seen that much later
+		p.start, p.n = time.Now(), 0
+	}
+	n, err := p.r.Read(b[:min(len(b), logPace)])
+	p.n += n
+	return n, err
 }
 
 // readLine returns the next line without its end, cut at maxLogLine.

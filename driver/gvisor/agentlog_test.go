@@ -7,6 +7,8 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 )
 
 func agentLogOf(t testing.TB, input []byte) string {
@@ -68,6 +70,30 @@ func FuzzReadLine(f *testing.F) {
 		}
 		if want := bytes.Count(data, []byte("\n")); n != want {
 			t.Errorf("%d lines, want %d", n, want)
+		}
+	})
+}
+
+// endless gives bytes without a line's end, and counts them.
+type endless struct{ n int }
+
+func (e *endless) Read(p []byte) (int, error) {
+	e.n += len(p)
+	return len(p), nil
+}
+
+// A machine that writes without end is read at a pace.
+func TestAgentLogIsPaced(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		source := &endless{}
+		r, began := &paced{r: source}, time.Now()
+		for b := make([]byte, agentLogBuffer); source.n < 100*logPace; {
+			if _, err := r.Read(b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if took := time.Since(began); took < 98*paceWindow || took > 101*paceWindow {
+			t.Errorf("%d bytes were read in %s", source.n, took)
 		}
 	})
 }

@@ -36,6 +36,10 @@ const (
 	// processes are largest together is.
 	rssFloor = 16 << 20
 
+	// manyFold is how much more all processes have than the largest one when the
+	// guard looks at commands and not at processes.
+	manyFold = 8
+
 	meminfoFile = "/proc/meminfo"
 )
 
@@ -133,10 +137,11 @@ func parseMeminfo(b []byte) (total, free int64, ok bool) {
 }
 
 // act kills the largest process and waits for it to be gone; false if it killed
-// none. If no process stands out it kills the largest command, provided that no
-// earlier kill may still be on its way to show.
+// none. If no process stands out, or it is a small part of what all have, it kills
+// the largest command, provided that no earlier kill may still be on its way to
+// show: one by one, hundreds of processes are not killed as fast as they grow.
 func (g *guard) act(ctx context.Context, settled bool) bool {
-	pid, rss, err := largest()
+	pid, rss, all, err := largest()
 	if err != nil {
 		g.agent.log.Error("memory is nearly full", "error", err)
 		return false
@@ -145,6 +150,9 @@ func (g *guard) act(ctx context.Context, settled bool) bool {
 		return settled && g.actOnCommand(ctx)
 	}
 	id := g.agent.groups.owner(pid)
+	if all > manyFold*rss && settled {
+		return g.actOnCommand(ctx)
+	}
 	if id != "" {
 		g.agent.markOOM(id)
 	}
@@ -208,18 +216,20 @@ func (g *guard) await(ctx context.Context, pids []int) {
 	}
 }
 
-// largest finds the process with the most resident memory, in bytes.
-func largest() (pid int, rss int64, err error) {
+// largest finds the process with the most resident memory, and what all have
+// together, in bytes.
+func largest() (pid int, rss, sum int64, err error) {
 	all, err := pids()
 	if err != nil {
-		return 0, 0, fmt.Errorf("list processes: %w", err)
+		return 0, 0, 0, fmt.Errorf("list processes: %w", err)
 	}
 	for _, p := range all {
-		if n := sumRSS([]int{p}); n > rss {
+		n := sumRSS([]int{p})
+		if sum += n; n > rss {
 			pid, rss = p, n
 		}
 	}
-	return pid, rss, nil
+	return pid, rss, sum, nil
 }
 
 func sumRSS(pids []int) int64 {
