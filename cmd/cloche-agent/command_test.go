@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"fmt"
 	"io"
+	"os/signal"
 	"strings"
 	"testing"
 	"time"
@@ -167,6 +168,23 @@ func TestE6_EverySignalIsReported(t *testing.T) {
 		id, _ := begin(t, c, script("echo; sleep 1000"))
 		if _, err := c.Signal(t.Context(), id, n); cloche.ErrorCode(err) != cloche.CodeInvalid {
 			t.Errorf("signal %d: %v", n, err)
+		}
+	}
+}
+
+// TestE6_WhatTheHostIgnoresIsNotIgnored: a server that was started in the
+// background of a script ignores SIGINT; its commands do not.
+func TestE6_WhatTheHostIgnoresIsNotIgnored(t *testing.T) {
+	signal.Ignore(unix.SIGINT, unix.SIGQUIT)
+	defer signal.Reset(unix.SIGINT, unix.SIGQUIT)
+	_, c := configured(t)
+	for _, n := range []unix.Signal{unix.SIGINT, unix.SIGQUIT} {
+		id, st := begin(t, c, script("echo; exec sleep 1000"))
+		if _, err := c.Signal(t.Context(), id, int(n)); err != nil {
+			t.Fatal(err)
+		}
+		if r, err := collect(st); err != nil || r.exit.Signal != int(n) {
+			t.Errorf("%v: %+v, %v", n, r.exit, err)
 		}
 	}
 }

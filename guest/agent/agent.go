@@ -88,6 +88,9 @@ func New(log *slog.Logger) (*Agent, error) {
 	}
 	debug.SetMemoryLimit(memoryLimit)
 	unix.Umask(umask)
+	if err := defaultSignals(); err != nil {
+		return nil, err
+	}
 	null, err := openNull()
 	if err != nil {
 		log.Warn("no /dev/null: commands get a closed pipe as input", "error", err)
