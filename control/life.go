@@ -287,7 +287,14 @@ func (c *Control) steps(ctx context.Context, l *life, e *end) error {
 	}
 	if e.state == cloche.Stopped {
 		failpoint.Here("control/end/before-stopping")
-		if _, err := c.store.UpdateSession(ctx, l.id, func(s *cloche.Session) error { return toStopping(s, e.cause) }); err != nil {
+		_, err := c.store.UpdateSession(ctx, l.id, func(s *cloche.Session) error { return toStopping(s, e.cause) })
+		switch {
+		case cloche.ErrorCode(err) == cloche.CodeExhausted:
+			// The disk is full, perhaps of this session's files: its end gives
+			// them back, and the record is made then. After a crash in between
+			// the session is found without a machine.
+			c.log.WarnContext(ctx, "the record of a stop waits for room on the disk", "session", l.id, "error", err)
+		case err != nil:
 			return err
 		}
 		failpoint.Here("control/end/after-stopping")
@@ -330,6 +337,11 @@ func toFinal(s *cloche.Session, e *end) (err error) {
 		return nil
 	}
 	next := e.state
+	if next == cloche.Stopped { // if there was no room for that record before
+		if err := toStopping(s, e.cause); err != nil {
+			return err
+		}
+	}
 	if next == cloche.Failed && s.State != cloche.Pending {
 		next = cloche.Aborted // it was up for a moment
 	}

@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http"
 	"sync/atomic"
+	"syscall"
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
@@ -115,7 +116,11 @@ func openDriver(ctx context.Context, c *serveCmd, dir dataDir, log *slog.Logger)
 	if err != nil {
 		return nil, err
 	}
-	if err := gvisor.Probe(ctx, string(dir), ""); err != nil {
+	switch err := gvisor.Probe(ctx, string(dir), ""); {
+	case errors.Is(err, syscall.ENOSPC):
+		// What runs has to be taken over, and stopped, all the more.
+		log.WarnContext(ctx, "the disk is full, so that the host was not probed", "error", err)
+	case err != nil:
 		return nil, fmt.Errorf("this host cannot run gVisor machines (`cloche doctor` says more): %w", err)
 	}
 	return gvisor.New(gvisor.Config{Dir: dir.path("run", "gvisor"), Agent: agent, Log: log})

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/cloche-dev/cloche"
@@ -88,6 +89,10 @@ func (m *machine) conclude(ctx context.Context) (driver.Exit, error) {
 		err = json.Unmarshal(data, &exit)
 	} else if errors.Is(err, fs.ErrNotExist) {
 		err = nil // released by somebody else
+	} else if errors.Is(err, syscall.ENOSPC) {
+		// The end goes on, because it is what makes room; another process would
+		// find the cause out again.
+		first, err = true, nil
 	}
 	if err != nil {
 		return driver.Exit{}, fmt.Errorf("end of %s: %w", m.ID(), err)
