@@ -242,7 +242,7 @@ func imageSmall(t *testing.T, s *server, host string, bin ociFile) {
 	files := []ociFile{bin, {name: "etc/passwd", content: []byte("root:x:0:0::/root:/bin/sh\napp:x:77:78::/srv/app:/bin/sh\n")},
 		{name: "etc/group", content: []byte("root:x:0:\napp:x:78:\nextra:x:79:app\n")}, {name: "srv/app", uid: 77}}
 	trees, err := filepath.Glob(filepath.Join(templateData(t), "images", "*", "tree"))
-	if err != nil || len(trees) != 1 {
+	if err != nil || len(trees) == 0 { // earlier recipes' may be there too
 		t.Fatalf("%v, %v", trees, err)
 	}
 	for target, source := range map[string]string{
