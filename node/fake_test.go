@@ -43,7 +43,7 @@ func newHost(t *testing.T) *host {
 func (h *host) node(maxLog int64) *node.Node {
 	n := node.New(node.Config{
 		Driver: h, Images: images{}, Tops: tops{h}, MaxLog: maxLog,
-		Dial: func(open func(context.Context) (io.ReadWriteCloser, error), token string) node.Guest {
+		Dial: func(open func(context.Context) (net.Conn, error), token string) node.Guest {
 			return &channel{open: open, token: token, h: h}
 		},
 		LogDir: filepath.Join(h.dir, "logs"), RunDir: filepath.Join(h.dir, "run"),
@@ -62,6 +62,16 @@ func (h *host) machine(id cloche.SessionID) *machine {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.machines[id]
+}
+
+// wantNothing fails the test if a session has left something on the host.
+func (h *host) wantNothing(t *testing.T) {
+	t.Helper()
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.tops) != 0 || len(h.machines) != 0 {
+		t.Errorf("left: tops %v, machines %v", h.tops, h.machines)
+	}
 }
 
 type images struct{}
@@ -227,7 +237,7 @@ func (m *machine) process(t *testing.T) *process {
 
 // channel is one node's connection to an agent.
 type channel struct {
-	open   func(context.Context) (io.ReadWriteCloser, error)
+	open   func(context.Context) (net.Conn, error)
 	token  string
 	h      *host
 	mu     sync.Mutex

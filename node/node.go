@@ -9,6 +9,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"net"
 	"sync"
 	"time"
 
@@ -77,7 +78,7 @@ type Config struct {
 	Tops   Tops
 	// Dial returns the host's end of the channel that open opens. It does not
 	// connect yet. token is the session's.
-	Dial func(open func(context.Context) (io.ReadWriteCloser, error), token string) Guest
+	Dial func(open func(context.Context) (net.Conn, error), token string) Guest
 
 	LogDir string // logs/SESSION/COMMAND
 	RunDir string // what may vanish at a reboot: sessions' channel tokens

@@ -137,9 +137,7 @@ func TestE8_LogsOutliveTheSession(t *testing.T) {
 	if _, err := n.Run(t.Context(), s.ID, cloche.RunCommand{Name: "x"}); cloche.ErrorCode(err) != cloche.CodeGone {
 		t.Errorf("run after the stop: %v", err)
 	}
-	if len(h.tops) != 0 || len(h.machines) != 0 {
-		t.Errorf("left: tops %v, machines %v", h.tops, h.machines)
-	}
+	h.wantNothing(t)
 }
 
 // With an ended context a reader takes what is there and waits for nothing.
@@ -317,9 +315,7 @@ func TestRecoverOfAnEndedMachine(t *testing.T) {
 			if _, err := readLog(t, second, s.ID, c.ID); cloche.ErrorCode(err) != cloche.CodeGone {
 				t.Errorf("log: %v", err)
 			}
-			if len(h.tops) != 0 || len(h.machines) != 0 {
-				t.Errorf("left: tops %v, machines %v", h.tops, h.machines)
-			}
+			h.wantNothing(t)
 		})
 	}
 }
@@ -336,9 +332,7 @@ func TestRecoverSweeps(t *testing.T) {
 	if _, err := h.node(0).Recover(t.Context(), nil); err != nil {
 		t.Fatal(err)
 	}
-	if len(h.tops) != 0 || len(h.machines) != 0 {
-		t.Errorf("left: tops %v, machines %v", h.tops, h.machines)
-	}
+	h.wantNothing(t)
 }
 
 // R1, L6: a machine that ends by itself is reported once and leaves nothing.
@@ -353,9 +347,7 @@ func TestR1_MachineEndsByItself(t *testing.T) {
 	if _, err := n.Wait(t.Context(), s.ID, c.ID); cloche.ErrorCode(err) != cloche.CodeGone {
 		t.Errorf("Wait: %v", err)
 	}
-	if len(h.tops) != 0 || len(h.machines) != 0 {
-		t.Errorf("left: tops %v, machines %v", h.tops, h.machines)
-	}
+	h.wantNothing(t)
 }
 
 func TestStartThatFailsLeavesNothing(t *testing.T) {

@@ -5,7 +5,6 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"os"
 	"path/filepath"
@@ -98,8 +97,7 @@ func (n *Node) Start(ctx context.Context, s cloche.Session, env map[string]strin
 
 // newSession makes the live session of a machine. It does not connect yet.
 func (n *Node) newSession(m driver.Machine, token string) *session {
-	open := func(ctx context.Context) (io.ReadWriteCloser, error) { return m.Dial(ctx) }
-	return &session{id: m.ID(), machine: m, guest: n.cfg.Dial(open, token), commands: map[cloche.CommandID]*command{}}
+	return &session{id: m.ID(), machine: m, guest: n.cfg.Dial(m.Dial, token), commands: map[cloche.CommandID]*command{}}
 }
 
 // adopt publishes a live session and watches its machine.

@@ -5,7 +5,6 @@ import (
 	"embed"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -85,8 +84,8 @@ func openServer(ctx context.Context, c *serveCmd, conf config, dir dataDir, log 
 	s := &server{log: log, base: b, driver: d}
 	s.node = node.New(node.Config{
 		Driver: d, Images: imageSource{b}, Tops: tops,
-		Dial: func(open func(context.Context) (io.ReadWriteCloser, error), token string) node.Guest {
-			return guestChannel{dial.New(conn(open), token, log)}
+		Dial: func(open func(context.Context) (net.Conn, error), token string) node.Guest {
+			return guestChannel{dial.New(open, token, log)}
 		},
 		LogDir: dir.path("logs"), RunDir: dir.path("run", "sessions"),
 		MaxLog: conf.MaxLogBytes, PIDs: conf.MaxPIDs, Log: log,
@@ -178,20 +177,4 @@ func (i imageSource) Config(ctx context.Context, id cloche.ImageID) (cloche.Imag
 		}
 	}
 	return cloche.ImageConfig{}, cloche.Errorf(cloche.CodeNotFound, "the image of this sandbox is not on this server any more")
-}
-
-// conn narrows what the node opens to what the channel speaks on: drivers give
-// net.Conns.
-func conn(open func(context.Context) (io.ReadWriteCloser, error)) func(context.Context) (net.Conn, error) {
-	return func(ctx context.Context) (net.Conn, error) {
-		c, err := open(ctx)
-		if err != nil {
-			return nil, err
-		}
-		nc, ok := c.(net.Conn)
-		if !ok {
-			return nil, errors.Join(errors.New("the channel is no net.Conn"), c.Close())
-		}
-		return nc, nil
-	}
 }
